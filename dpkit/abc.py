@@ -1,0 +1,131 @@
+"""What you can bring: a model, a tokenizer, a policy. Everything here may be subclassed outside dpkit.
+
+Knows the messages and nothing else. Built-in parts implement the same classes; there is no back door.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from dpkit.messages import ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dpkit.messages import Batch, EngineId, GenerateRequest, StepResult
+
+
+class TextDecoder(Protocol):
+    """Incremental detokeniser of one request: never emits half a character."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens make certain."""
+
+    def finish(self) -> str:
+        """Return what was held back, malformed or not; call once, at the end."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back, at the client."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without a chat template."""
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation in the model's own template.
+
+        Raises:
+            RequestRejected: the model has no chat template.
+        """
+
+    def decoder(self) -> TextDecoder:
+        """A fresh decoder for one request."""
+
+
+class Model(abc.ABC):
+    """Weights: what turns a batch into tokens. Shared by all local engines of a group.
+
+    Holds nothing of any request: what belongs to one engine lives in the cache that `allocate`
+    returns, so `execute` may be called from several engines' threads at once, each with its own.
+    """
+
+    inline: ClassVar[bool] = False
+    """True: `execute` costs nothing and runs on Trio's thread; False: in the engine's own thread."""
+
+    spec: ModelSpec = ModelSpec()
+
+    @abc.abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of this model."""
+
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
+        """Make one engine's KV cache; called once per engine, in the thread that will use it."""
+        return None
+
+    @abc.abstractmethod
+    def execute(self, batch: Batch, cache: Any) -> StepResult:
+        """Compute one step. Synchronous; an exception ends this life of the engine."""
+
+
+class LoadView(Protocol):
+    """What a policy may look at: engines by index, own exact counts, the newest snapshot.
+
+    All sequences have one entry per engine. A snapshot is old by up to the publish interval; the
+    in-flight counts are exact and this client's own.
+    """
+
+    client_index: int
+    client_count: int
+
+    @property
+    def engines(self) -> Sequence[EngineId]:
+        """The incarnations that may be picked."""
+
+    @property
+    def inflight(self) -> Sequence[int]:
+        """This client's unfinished requests on each engine."""
+
+    @property
+    def waiting(self) -> Sequence[int]:
+        """Waiting requests of all clients, from the newest snapshot."""
+
+    @property
+    def running(self) -> Sequence[int]:
+        """Running requests of all clients, from the newest snapshot."""
+
+    @property
+    def kv_cache_usage(self) -> Sequence[float]:
+        """Share of KV blocks in use, from the newest snapshot."""
+
+
+class Policy(abc.ABC):
+    """Chooses an engine. Synchronous, no I/O, no clock; owned by one client's dispatch.
+
+    `pick` is followed at once by `on_charge` with the same index: no other call comes between.
+    """
+
+    @abc.abstractmethod
+    def pick(self, request: GenerateRequest, view: LoadView) -> int:
+        """Index of the engine for `request`."""
+
+    def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
+        """A request was charged to engine `index` (pinned requests too: `request.engine` is set)."""
+
+    def on_release(self, request: GenerateRequest, index: int, view: LoadView) -> None:
+        """A charged request ended, whichever way."""
+
+    def on_snapshot(self, view: LoadView) -> None:
+        """A new snapshot replaced the old one."""
+
+
+class EngineLink(Protocol):
+    """One engine as its client sees it. Both calls are synchronous and never block."""
+
+    engine: EngineId
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Hand a request over; its outputs come back through the client's `deliver`."""
+
+    def abort(self, request_id: str) -> None:
+        """Ask the engine to drop a request; unknown ids are ignored."""

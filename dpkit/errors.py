@@ -1,0 +1,76 @@
+"""The exception tree. Each error tells whose fault it is, what was being done, and what to try.
+
+`http_status` and `retryable` are class facts, so that a front end maps errors without a table;
+`engine` and `request_id` are facts of the occurrence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dpkit.messages import EngineId
+
+
+class DpkitError(Exception):
+    """Base of everything dpkit raises on purpose."""
+
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self, message: str, *, engine: EngineId | None = None, request_id: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.engine = engine
+        self.request_id = request_id
+
+
+class ConfigError(DpkitError):
+    """The config file is wrong (yours). `problems` holds every error of the file, in file order."""
+
+    http_status = 400
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class ModelNotFound(DpkitError):  # noqa: N818 - reads as what happened, like FileNotFoundError
+    """The model named in the config is not on this machine (yours); the message says how to get it."""
+
+
+class ModelUnsupported(DpkitError):  # noqa: N818
+    """The model's files are there but dpkit cannot run them; the message names what is missing."""
+
+
+class RequestRejected(DpkitError):  # noqa: N818
+    """The request can never be served as it is (yours); the message says by how much it is off."""
+
+    http_status = 400
+
+
+class EngineLost(DpkitError):  # noqa: N818
+    """The engine that held the request is gone (the world's); the partial output stays readable."""
+
+    http_status = 503
+    retryable = True
+
+
+class ClusterClosed(DpkitError):  # noqa: N818
+    """The cluster was left while a request was being made or awaited (yours)."""
+
+    http_status = 503
+    retryable = True
+
+
+class ClusterFailed(DpkitError):  # noqa: N818
+    """A service of the cluster died; `__cause__` is the first error, with engine where known."""
+
+    http_status = 503
+
+
+class InternalError(DpkitError):
+    """An invariant is broken: a bug in dpkit. Please report it with the message."""
