@@ -6,7 +6,7 @@ Knows the messages and nothing else. Built-in parts implement the same classes; 
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from dpkit.messages import ModelSpec
 
@@ -68,6 +68,15 @@ class Model(abc.ABC):
         """Compute one step. Synchronous; an exception ends this life of the engine."""
 
 
+class EngineLoad(NamedTuple):
+    """What a client knows of one engine: own exact count first, then the newest snapshot."""
+
+    inflight: int
+    waiting: int
+    running: int
+    kv_cache_usage: float
+
+
 class LoadView(Protocol):
     """What a policy may look at: engines by index, own exact counts, the newest snapshot.
 
@@ -98,6 +107,12 @@ class LoadView(Protocol):
     def kv_cache_usage(self) -> Sequence[float]:
         """Share of KV blocks in use, from the newest snapshot."""
 
+    def load(self, index: int) -> EngineLoad:
+        """All that is known of one engine, in constant time."""
+
+    def bump_waiting(self, index: int, requests: int) -> None:
+        """Count `requests` more as waiting on an engine until the next snapshot says better."""
+
 
 class Policy(abc.ABC):
     """Chooses an engine. Synchronous, no I/O, no clock; owned by one client's dispatch.
@@ -109,11 +124,17 @@ class Policy(abc.ABC):
     def pick(self, request: GenerateRequest, view: LoadView) -> int:
         """Index of the engine for `request`."""
 
+    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float | None:
+        """What `pick` compares, for whoever asks why; None: this policy does not score."""
+
     def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
         """A request was charged to engine `index` (pinned requests too: `request.engine` is set)."""
 
     def on_release(self, request: GenerateRequest, index: int, view: LoadView) -> None:
-        """A charged request ended, whichever way."""
+        """A charged request ended, whichever way.
+
+        Not called for an engine that was replaced meanwhile: `index` now means its new life.
+        """
 
     def on_snapshot(self, view: LoadView) -> None:
         """A new snapshot replaced the old one."""

@@ -115,6 +115,14 @@ class Snapshot:
 
 
 @frozen(kw_only=True)
+class StartWave:
+    """The coordinator's word to every lockstep engine: begin `wave`, which `engine_index` began."""
+
+    wave: int
+    engine_index: int
+
+
+@frozen(kw_only=True)
 class BatchRow:
     """One request's share of one step. The sequences are read-only while the step runs."""
 

@@ -1,0 +1,164 @@
+"""The coordinator's rules: what is told to whom, and when. A task or a replay only drives them.
+
+Knows nothing of clocks, channels or engine processes: every call says what time it is, in seconds.
+Messages come in the order in which they count: keeping the newest of an engine's life is the
+fan-in's work. The rules, to the millisecond, are those of vLLM 0.33.0's coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from dpkit.messages import Snapshot, StartWave
+
+if TYPE_CHECKING:
+    from dpkit.messages import EngineStats
+
+_log = logging.getLogger(__name__)
+
+IDLE_INTERVAL_S = 5.0
+"""A snapshot goes out this often though nothing changed, so that a client that missed one heals.
+vLLM: 5,000 ms."""
+
+STEP_FLOOR_S = 0.05
+"""Lockstep engines report one step within moments of each other: wait this long after the last of
+them, so that a snapshot holds one step of all. vLLM: 50 ms."""
+
+
+@frozen(kw_only=True)
+class CoordinatorStatistics:
+    """What a coordinator did so far."""
+
+    published: int
+    """Snapshots sent, those about the wave state alone not counted."""
+
+    unknown_engines: int
+    """Messages of engines that do not exist, ignored: the engine had just left."""
+
+    out_of_order: int
+    """Stats of an older wave or step than the newest seen; their counts were taken all the same."""
+
+    current_wave: int
+    engines_running: bool
+
+
+class CoordinatorRules:
+    """Loads of all engines, and the moment at which clients hear of them.
+
+    After every message and every publication `due` says how long to wait for the next message;
+    when none came, `publish`. Messages that are there already are read before publishing.
+    """
+
+    def __init__(
+        self,
+        engine_count: int,
+        *,
+        now: float,
+        interval: float = 0.1,
+        wave_coordination: bool = False,
+    ) -> None:
+        self._interval = interval
+        self._wave_coordination = wave_coordination
+        # Waiting first: the order that goes to clients, though engines count running first.
+        self._loads: list[tuple[int, int, float]] = [(0, 0, 0.0)] * engine_count
+        self._kept: tuple[tuple[int, int, float], ...] | None = None
+        self._changed = False
+        self._last_publish = -math.inf
+        self._newest_step = (-1, -1)
+        self._current_wave = 0
+        self._engines_running = False
+        self._published = self._unknown_engines = self._out_of_order = 0
+        self._wait_from(now)
+
+    def __repr__(self) -> str:
+        state = "running" if self._engines_running else "idle"
+        changed = "changed" if self._changed else "unchanged"
+        return (
+            f"<CoordinatorRules: {len(self._loads)} engines, {changed}, wave "
+            f"{self._current_wave} {state}, {self._published} published>"
+        )
+
+    def due(self, now: float) -> float:
+        """Seconds until `publish`, unless a message comes first; never negative."""
+        return max(0.0, self._due_at - now)
+
+    def on_stats(self, now: float, stats: EngineStats) -> None:
+        """Take one engine's counts."""
+        if 0 <= stats.index < len(self._loads):
+            if self._wave_coordination:
+                self._on_step((stats.current_wave, stats.step_counter))
+            self._loads[stats.index] = (stats.waiting, stats.running, stats.kv_cache_usage)
+            self._changed = True
+        else:
+            self._unknown_engines += 1
+        self._wait_from(now)
+
+    def on_wave_complete(self, now: float, wave: int) -> tuple[Snapshot | StartWave, ...]:
+        """All engines ran out of work in `wave`; returns what to send at once, in order."""
+        self._wait_from(now)
+        if self._current_wave > wave:
+            return ()
+        self._current_wave = wave + 1
+        self._engines_running = False
+        return (self._wave_state(),)
+
+    def on_start_wave(
+        self, now: float, wave: int, engine_index: int
+    ) -> tuple[Snapshot | StartWave, ...]:
+        """An idle engine got a request and began `wave`; returns what to send at once, in order."""
+        self._wait_from(now)
+        if wave < self._current_wave or (wave == self._current_wave and self._engines_running):
+            return ()
+        self._current_wave = wave
+        self._engines_running = True
+        return (StartWave(wave=wave, engine_index=engine_index), self._wave_state())
+
+    def publish(self, now: float) -> Snapshot:
+        """The snapshot that is due: the kept one of the last finished step, else the present state.
+
+        After a kept one the present state is still news, so it follows within the interval.
+        """
+        loads = self._kept
+        if loads is None:
+            loads = tuple(self._loads)
+            self._changed = False
+        self._kept = None
+        self._last_publish = now
+        self._published += 1
+        self._wait_from(now)
+        return Snapshot(
+            loads=loads, current_wave=self._current_wave, engines_running=self._engines_running
+        )
+
+    def statistics(self) -> CoordinatorStatistics:
+        """Counts since the start, and the wave state."""
+        return CoordinatorStatistics(
+            published=self._published,
+            unknown_engines=self._unknown_engines,
+            out_of_order=self._out_of_order,
+            current_wave=self._current_wave,
+            engines_running=self._engines_running,
+        )
+
+    def _on_step(self, step: tuple[int, int]) -> None:
+        if step > self._newest_step:
+            if self._changed:  # what is known now is the whole of the step before
+                self._kept = tuple(self._loads)
+            self._newest_step = step
+        elif step < self._newest_step:
+            self._out_of_order += 1
+            _log.warning("stats of (wave, step) %s came after those of %s", step, self._newest_step)
+
+    def _wave_state(self) -> Snapshot:
+        return Snapshot(
+            loads=None, current_wave=self._current_wave, engines_running=self._engines_running
+        )
+
+    def _wait_from(self, now: float) -> None:
+        floor = STEP_FLOOR_S if self._wave_coordination and self._kept is None else 0.0
+        period = self._interval if self._changed else IDLE_INTERVAL_S
+        self._due_at = now + max(floor, period - (now - self._last_publish))

@@ -1,0 +1,154 @@
+"""Early binding: a request gets its engine the moment it comes, in one synchronous step.
+
+Knows nothing of links or tasks: the caller submits, aborts, and gives every placement back. Pick
+and charge have no checkpoint between them, so concurrent requests see each other's picks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from attrs import frozen
+
+from dpkit.balancer.policies import policy_name
+from dpkit.errors import DpkitError, RequestRejected
+
+if TYPE_CHECKING:
+    from dpkit.abc import EngineLoad, Policy
+    from dpkit.balancer.ledger import Charge, Ledger
+    from dpkit.balancer.view import LoadView
+    from dpkit.messages import EngineId, GenerateRequest, Snapshot
+
+PINNED = "pinned"
+"""Rule of a request that names its engine."""
+
+HELD = "held"
+"""Rule of a request whose id is in flight: it goes to the engine that has it."""
+
+
+class Reason(NamedTuple):
+    """Why a request went where it went: kept as numbers, put into words only when asked (`str`)."""
+
+    rule: str
+    """The policy's name, or `PINNED`, or `HELD`."""
+
+    score: float | None
+    """What the policy compared; None where nothing was scored."""
+
+    load: EngineLoad
+    """What was known of the engine before this request was charged to it."""
+
+    def __str__(self) -> str:
+        score = "" if self.score is None else f" with score {self.score:g}"
+        inflight, waiting, running, kv_cache_usage = self.load
+        return (
+            f"{self.rule}{score}: {inflight} in flight, {waiting} waiting, {running} running, "
+            f"{kv_cache_usage:.0%} of KV in use"
+        )
+
+
+@frozen(kw_only=True, eq=False)
+class Placement:
+    """A request with its engine, charged; give it back with `EarlyDispatch.release`."""
+
+    request: GenerateRequest
+    index: int
+    engine: EngineId
+    charge: Charge
+    reason: Reason
+
+
+class EarlyDispatch:
+    """One client's arbiter: asks the policy, charges the ledger, tells the policy."""
+
+    def __init__(self, ledger: Ledger, view: LoadView, policy: Policy) -> None:
+        self._ledger = ledger
+        self._view = view
+        self._policy = policy
+        self._rule = policy_name(policy)
+
+    def __repr__(self) -> str:
+        return f"<EarlyDispatch by {self._rule}: {self._ledger!r}>"
+
+    def place(self, request: GenerateRequest) -> Placement:
+        """Choose an engine for a request and charge it there.
+
+        An engine that the request names is taken without asking the policy; an id that is in
+        flight goes to the engine that has it and shares its charge.
+
+        Resource handling:
+            The caller owns the placement and must `release` it, however the request ends.
+
+        Error handling:
+            RequestRejected: the request names an engine that does not exist, or its id is still
+            in flight on an earlier life of an engine. DpkitError: the policy returned no valid
+            index. Whatever the policy raises passes through. In each case nothing is charged.
+        """
+        if (held := self._ledger.find(request.request_id)) is not None:
+            return self._join(request, held)
+        index = self._pick(request) if request.engine is None else self._pinned(request)
+        reason = self._reason(request, index)
+        engine = self._view.engines[index]
+        charge = self._ledger.charge(request.request_id, engine)
+        try:
+            self._policy.on_charge(request, index, self._view)
+        except BaseException:  # a policy's bug must not leave a charge that nobody holds
+            charge.release()
+            raise
+        return Placement(request=request, index=index, engine=engine, charge=charge, reason=reason)
+
+    def release(self, placement: Placement) -> bool:
+        """Stop counting a placed request. Idempotent: True the first time, False ever after."""
+        if not placement.charge.release():
+            return False
+        # A late release of an earlier life must not reach what the policy counts for the new one.
+        if self._view.engines[placement.index] == placement.engine:
+            self._policy.on_release(placement.request, placement.index, self._view)
+        return True
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        """Take the coordinator's newest word."""
+        if self._view.apply(snapshot):
+            self._policy.on_snapshot(self._view)
+
+    def _pick(self, request: GenerateRequest) -> int:
+        index = self._policy.pick(request, self._view)
+        count = len(self._view.engines)
+        if not 0 <= index < count:  # -1 would quietly mean the last engine
+            raise DpkitError(
+                f"cannot place request {request.request_id}: policy {self._rule} picked engine "
+                f"{index} of {count}; `pick` must return an index into `view.engines`",
+                request_id=request.request_id,
+            )
+        return index
+
+    def _pinned(self, request: GenerateRequest) -> int:
+        index = self._view.index_of(str(request.engine))
+        if index is None:
+            names = ", ".join(engine.name for engine in self._view.engines)
+            raise RequestRejected(
+                f"cannot place request {request.request_id}: it is pinned to engine "
+                f"{request.engine!r}, which does not exist; the engines are {names}",
+                request_id=request.request_id,
+            )
+        return index
+
+    def _join(self, request: GenerateRequest, held: Charge) -> Placement:
+        index = self._view.index_of(held.engine.name)
+        if index is None or self._view.engines[index] != held.engine:
+            raise RequestRejected(
+                f"cannot place request {request.request_id}: it is in flight on engine "
+                f"{held.engine}, which is gone; wait for it to end, or choose another request id",
+                engine=held.engine,
+                request_id=request.request_id,
+            )
+        reason = Reason(HELD, None, self._view.load(index))
+        return Placement(
+            request=request, index=index, engine=held.engine, charge=held, reason=reason
+        )
+
+    def _reason(self, request: GenerateRequest, index: int) -> Reason:
+        load = self._view.load(index)
+        if request.engine is not None:
+            return Reason(PINNED, None, load)
+        return Reason(self._rule, self._policy.score(request, index, self._view), load)

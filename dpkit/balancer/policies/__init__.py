@@ -1,0 +1,81 @@
+"""Balancing policies by name: the built-in ones, and yours as ``"pkg.mod:Class"``.
+
+Knows nothing of engines or configs. A policy belongs to one client's dispatch and keeps its state.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+
+from dpkit.abc import Policy
+from dpkit.balancer.policies.inflight import Inflight
+from dpkit.balancer.policies.kv_pressure import KvPressure
+from dpkit.balancer.policies.queue_weighted import QueueWeighted
+from dpkit.balancer.policies.round_robin import RoundRobin
+from dpkit.errors import ConfigError
+from dpkit.names import PolicyName
+
+BUILTIN: dict[PolicyName, type[Policy]] = {
+    PolicyName.KV_PRESSURE: KvPressure,
+    PolicyName.INFLIGHT: Inflight,
+    PolicyName.QUEUE_WEIGHTED: QueueWeighted,
+    PolicyName.ROUND_ROBIN: RoundRobin,
+}
+
+
+def load_policy(name: str) -> Policy:
+    """Make a fresh policy: a `PolicyName`, or ``"pkg.mod:Class"`` for a subclass of `Policy`.
+
+    Error handling:
+        ConfigError: no such policy; its module cannot be imported; or it is not a `Policy` that
+        can be made without arguments. `__cause__` is the underlying error where there is one.
+    """
+    policy_class = _import(name) if ":" in name else _builtin(name)
+    try:
+        return policy_class()
+    except Exception as error:
+        raise ConfigError([f"policy {name!r} cannot be made without arguments: {error}"]) from error
+
+
+def policy_name(policy: Policy) -> str:
+    """The name by which `load_policy` makes such a policy."""
+    policy_class = type(policy)
+    for name, builtin in BUILTIN.items():
+        if policy_class is builtin:
+            return name.value
+    return f"{policy_class.__module__}:{policy_class.__qualname__}"
+
+
+def _builtin(name: str) -> type[Policy]:
+    try:
+        return BUILTIN[PolicyName(name)]
+    except ValueError:
+        near = difflib.get_close_matches(name, BUILTIN, n=1)
+        hint = f"; did you mean {str(near[0])!r}?" if near else ""
+        problem = (
+            f"there is no policy {name!r}: the built-in ones are {', '.join(BUILTIN)}; "
+            f"one of your own is named 'pkg.mod:Class'{hint}"
+        )
+        raise ConfigError([problem]) from None
+
+
+def _import(name: str) -> type[Policy]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            [f"policy {name!r}: module {module_name!r} cannot be imported: {error}"]
+        ) from error
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if not (inspect.isclass(found) and issubclass(found, Policy)):
+        what = "nothing" if found is None else f"{found!r}"
+        problem = (
+            f"policy {name!r}: {attribute!r} in module {module_name!r} is {what}; "
+            "it must be a subclass of dpkit.abc.Policy"
+        )
+        raise ConfigError([problem])
+    return found

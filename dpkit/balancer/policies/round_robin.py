@@ -1,0 +1,35 @@
+"""`round_robin`: each engine in turn, whatever its load.
+
+The baseline that any other policy must beat, and the one whose choices need no stats at all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from dpkit.abc import Policy
+
+if TYPE_CHECKING:
+    from dpkit.abc import LoadView
+    from dpkit.messages import GenerateRequest
+
+
+@define(eq=False)
+class RoundRobin(Policy):
+    """Engine after engine by index; clients begin spread over the engines."""
+
+    _next: int | None = field(default=None, init=False)
+
+    def pick(self, request: GenerateRequest, view: LoadView) -> int:  # noqa: ARG002 - turns decide
+        """The engine whose turn it is."""
+        count = len(view.engines)
+        if self._next is None:
+            return count * view.client_index // view.client_count
+        return self._next % count
+
+    def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
+        """Pass the turn on; a pinned request takes no turn."""
+        if request.engine is None:
+            self._next = (index + 1) % len(view.engines)
