@@ -173,6 +173,7 @@ class ModelSpec:
 
     max_model_len: int | None = None  # positions; None: bounded by the KV pool only
     eos_token_ids: frozenset[int] = frozenset()
+    vocab_size: int = 2**31  # token ids are below this; an engine refuses prompts with others
     kv_bytes_per_token: int = 0  # 0: the KV cache is only counted, not held
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

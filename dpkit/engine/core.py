@@ -1,0 +1,191 @@
+"""The face of one engine: requests in, steps, outputs. Sans-IO; the busy loop drives it.
+
+Knows a model's spec and its name, and runs it only in `step`, for callers without a loop of their
+own. The caller owns the model and its cache. Everything here is synchronous and belongs to one
+task; between `schedule` and `apply` only the model may be elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict, frozen
+
+from dpkit.engine.request import Request
+from dpkit.engine.scheduler import Scheduler
+from dpkit.errors import InternalError, RequestRejected
+from dpkit.messages import EngineOutput
+from dpkit.names import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dpkit.abc import Model
+    from dpkit.engine.limits import EngineLimits
+    from dpkit.messages import Batch, GenerateRequest, StepResult
+
+
+@frozen(kw_only=True)
+class EngineCoreStatistics:
+    """One engine at one moment, and what it has done since its birth."""
+
+    running: int
+    waiting: int  # preempted ones included
+    kv_cache_usage: float
+    free_blocks: int
+    num_blocks: int
+    peak_kv_usage: float
+    steps: int
+    requests_finished: int  # stop or length
+    requests_aborted: int
+    requests_refused: int
+    prompt_tokens: int  # of requests that gave a first token
+    output_tokens: int
+    preemptions: int
+    prefix_hit_tokens: int  # tokens that need not be computed, after a preemption too
+
+
+class EngineCore:
+    """Scheduler, blocks and refusals of one engine with one model."""
+
+    def __init__(
+        self, model: Model, *, limits: EngineLimits, eos_token_ids: Iterable[int] | None = None
+    ) -> None:
+        """Make an idle engine.
+
+        Args:
+            model: What will execute the batches.
+            limits: Bounds of the scheduler and the block pool.
+            eos_token_ids: Tokens that end a text; None: the model's own.
+        """
+        self.model = model
+        self.limits = limits
+        eos = model.spec.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)
+        self._scheduler = Scheduler(limits, eos)
+        self._refusals: dict[str, EngineOutput] = {}
+        self._num_refused = 0
+
+    def __repr__(self) -> str:
+        running, waiting = self.get_request_counts()
+        pool = self._scheduler.pool
+        return f"<EngineCore running={running} waiting={waiting} {pool}>"
+
+    def step(self, cache: Any = None) -> list[EngineOutput]:
+        """Run one step to its end, and return everything there is to deliver: the heart."""
+        batch = self.schedule()
+        if batch is None:
+            return self.take_outputs()
+        result = self.model.execute(batch, cache)
+        return [*self.take_outputs(), *self.apply(batch, result)]
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. A bad one is refused by an output, never by an exception."""
+        problem = self._problem(request)
+        if problem is None:
+            self._scheduler.add(Request(request))
+            return
+        self._num_refused += 1
+        error = RequestRejected(f"cannot serve request: {problem}", request_id=request.request_id)
+        self._refusals[request.request_id] = EngineOutput(
+            request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error
+        )
+
+    def _problem(self, request: GenerateRequest) -> str | None:
+        """Why a request can never be served here, if so."""
+        prompt = request.prompt_token_ids
+        asked = len(prompt) + request.sampling.max_tokens
+        sizes = f"{len(prompt)} prompt tokens and max_tokens = {request.sampling.max_tokens}"
+        longest, vocab_size = self.limits.max_model_len, self.model.spec.vocab_size
+        if request.request_id in self._scheduler:
+            return "another request with its id is still in this engine; give each its own"
+        if not prompt:
+            return "the prompt is empty; give at least one token"
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            return f"token ids must be 0 to {vocab_size - 1}, not {min(prompt)} to {max(prompt)}"
+        if longest is not None and asked > longest:
+            return f"{sizes} are {asked - longest} more than the model's {longest} positions"
+        # The token sampled last is never computed, so it needs no room.
+        if (excess := asked - 1 - self.limits.kv_tokens) > 0:
+            return (
+                f"{sizes} need room for {asked - 1} tokens, {excess} more than the KV cache's "
+                f"{self.limits.kv_tokens} ({self.limits.num_blocks} blocks)"
+            )
+        return None
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests whose clients have left, in whatever state; they give no output any more.
+
+        Idempotent; unknown ids are ignored. Blocks of a step in flight are free after its `apply`.
+        """
+        for request_id in request_ids:
+            self._refusals.pop(request_id, None)
+            self._scheduler.abort(request_id)
+
+    def has_requests(self) -> bool:
+        """Whether `schedule` would give a batch."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Requests running, and requests waiting (preempted ones included)."""
+        return len(self._scheduler.running), len(self._scheduler.waiting)
+
+    def get_kv_cache_usage(self) -> float:
+        """Share of the KV blocks that are held, 0.0 to 1.0."""
+        return self._scheduler.pool.usage
+
+    def schedule(self) -> Batch | None:
+        """Choose the next step; None exactly when there are no requests. Then `apply` it."""
+        return self._scheduler.schedule()
+
+    def apply(self, batch: Batch, result: StepResult) -> list[EngineOutput]:
+        """Take in a step's result and return what it adds to each request.
+
+        Raises:
+            InternalError: the result does not fit the batch, a bug of the model's; nothing changed.
+        """
+        check_result(self.model, batch, result)
+        return self._scheduler.apply(batch, result.sampled)
+
+    def take_outputs(self) -> list[EngineOutput]:
+        """Return the refusals since the last call."""
+        refusals, self._refusals = self._refusals, {}
+        return list(refusals.values())
+
+    def statistics(self) -> EngineCoreStatistics:
+        """Counts of this moment and since birth."""
+        running, waiting = self.get_request_counts()
+        return EngineCoreStatistics(
+            running=running,
+            waiting=waiting,
+            kv_cache_usage=self.get_kv_cache_usage(),
+            free_blocks=self._scheduler.pool.num_free,
+            num_blocks=self.limits.num_blocks,
+            requests_refused=self._num_refused,
+            **asdict(self._scheduler.counters),
+        )
+
+    def check(self) -> None:
+        """Check that queues and blocks agree; called whenever the engine goes idle.
+
+        Raises:
+            InternalError: a block is leaked or a request lost.
+        """
+        self._scheduler.check()
+
+
+def check_result(model: Model, batch: Batch, result: StepResult) -> None:
+    """Check that a model sampled a token for each row that asked for one, and for no other.
+
+    Raises:
+        InternalError: it did not; the message names the model's class.
+    """
+    name = f"{type(model).__module__}.{type(model).__qualname__}.execute()"
+    sampled, rows = result.sampled, batch.rows
+    if len(sampled) != len(rows):
+        raise InternalError(f"{name} returned {len(sampled)} tokens for {len(rows)} rows")
+    for index, (row, token_id) in enumerate(zip(rows, sampled, strict=True)):
+        if row.output_index is None:
+            if token_id is not None:
+                raise InternalError(f"{name} sampled row {index}, which ends inside its prompt")
+        elif type(token_id) is not int or token_id < 0:
+            raise InternalError(f"{name} must sample a token id for row {index}, not {token_id!r}")

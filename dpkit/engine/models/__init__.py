@@ -1,0 +1,57 @@
+"""Models by name: the built-in ones, yours, and real weights. Imports torch only for the latter."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+from dpkit.abc import Model
+from dpkit.errors import ModelNotFound, ModelUnsupported
+
+_CLASS_PATH = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
+
+
+def load_model(name: str) -> Model:
+    """Load the model that a config names.
+
+    Args:
+        name: `echo`, `cost:PRESET`, `pkg.mod:Class`, a fetched model's name, a directory in Hugging
+            Face layout, or a `.gguf` file.
+
+    Raises:
+        ModelNotFound: there is no such model; the message says what there is or how to get it.
+        ModelUnsupported: it is there but cannot be run.
+    """
+    if name == "echo":
+        from dpkit.engine.models.echo import EchoModel  # noqa: PLC0415
+
+        return EchoModel()
+    if name.startswith("cost:"):
+        from dpkit.engine.models.cost import CostModel  # noqa: PLC0415
+
+        return CostModel(name.removeprefix("cost:"))
+    if match := _CLASS_PATH.fullmatch(name):
+        return _load_class(name, **match.groupdict())
+    try:
+        from dpkit.engine.models.torch import load_torch_model  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ModelUnsupported(
+            f"loading model {name!r}: {error.name} is missing; try: pip install 'dpkit[torch]'"
+        ) from error
+    return load_torch_model(name)
+
+
+def _load_class(path: str, module: str, name: str) -> Model:
+    doing = f"loading model {path!r}"
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ModelNotFound(f"{doing}: {error}; is its directory on PYTHONPATH?") from error
+    except AttributeError as error:
+        raise ModelNotFound(f"{doing}: module {module!r} has no {name!r}") from error
+    if not (isinstance(found, type) and issubclass(found, Model)):
+        raise ModelUnsupported(f"{doing}: it is not a subclass of dpkit.abc.Model")
+    try:
+        return found()
+    except TypeError as error:
+        raise ModelUnsupported(f"{doing}: it cannot be made without arguments: {error}") from error

@@ -1,0 +1,76 @@
+"""A model that computes nothing and takes as long as the real one would: for simulation.
+
+It says how long a step lasts on the preset's card and leaves the waiting to the busy loop, so on a
+virtual clock an hour of serving takes seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dpkit.abc import Model
+from dpkit.costmodel import PRESETS, StepCost
+from dpkit.engine.models.echo import echo_token
+from dpkit.errors import ModelNotFound
+from dpkit.messages import ModelSpec, StepResult
+from dpkit.text.bytes import ByteTokenizer
+
+if TYPE_CHECKING:
+    from dpkit.messages import Batch
+
+
+class CostModel(Model):
+    """Repeats the prompt up to `max_tokens`, at the speed of a preset."""
+
+    inline: ClassVar[bool] = True
+
+    def __init__(self, preset: str) -> None:
+        """Look the preset up.
+
+        Raises:
+            ModelNotFound: there is none of this name; the message names those there are.
+        """
+        if preset not in PRESETS:
+            near = difflib.get_close_matches(preset, PRESETS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ModelNotFound(f"no cost preset {preset!r}; {hint}There are: {', '.join(PRESETS)}")
+        found = PRESETS[preset]
+        self.cost = found.cost
+        self.spec = ModelSpec(
+            max_num_seqs=found.max_num_seqs,
+            max_num_batched_tokens=found.max_num_batched_tokens,
+            kv_tokens=found.kv_tokens,
+        )
+
+    def tokenizer(self) -> ByteTokenizer:
+        """Bytes."""
+        return ByteTokenizer()
+
+    def execute(self, batch: Batch, cache: Any) -> StepResult:  # noqa: ARG002 - it has none
+        """Sample by echo; the duration is the preset's."""
+        sampled = [echo_token(row) for row in batch.rows]
+        return StepResult(sampled=sampled, duration_s=step_seconds(self.cost, batch))
+
+
+def step_seconds(cost: StepCost, batch: Batch) -> float:
+    """How long `batch` lasts at these costs.
+
+    A token attends to all before it, so a chunk's tokens have on average the context at its middle.
+    """
+    decodes = prefill_tokens = decode_context = 0
+    prefill_context = 0.0
+    for row in batch.rows:
+        count = len(row.token_ids)
+        if row.is_decode:
+            decodes += 1
+            decode_context += row.start + 1
+        else:
+            prefill_tokens += count
+            prefill_context += count * (row.start + count / 2)
+    return cost.seconds(
+        decodes=decodes,
+        prefill_tokens=prefill_tokens,
+        decode_context=decode_context,
+        prefill_context=prefill_context,
+    )

@@ -1,0 +1,1 @@
+"""Tokenizers: text to token ids and back, at the client. Knows nothing of engines or weights."""
