@@ -1,0 +1,80 @@
+"""`dpkit fetch NAME`: puts a model into the user's cache, with a progress bar on a terminal.
+
+Exit 0 when the model is there, 2 for an unknown name, 1 when it could not be fetched.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from dpkit.checkpoint.catalogue import FETCHABLE
+from dpkit.errors import DpkitError, ModelNotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.progress import TaskID
+
+    from dpkit.checkpoint.fetch import Progress
+
+
+@click.command("fetch", short_help="Fetch a model into the user's cache.")
+@click.argument("name", required=False)
+@click.option("--list", "list_names", is_flag=True, help="List what can be fetched, and stop.")
+def command(name: str | None, *, list_names: bool) -> None:
+    """Fetch model NAME into the user's cache, so that a config may say `model = "NAME"`.
+
+    A second fetch finds it there. The cache is $DPKIT_CACHE, else ~/.cache/dpkit.
+    """
+    if list_names:
+        for known, source in FETCHABLE.items():
+            click.echo(f"{known}  {source.summary} ({source.licence}, {_megabytes(source.size)})")
+        return
+    if name is None:
+        raise click.UsageError("which model? `dpkit fetch --list` lists them")
+    try:
+        _fetch(name)
+    except DpkitError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2 if isinstance(error, ModelNotFound) else 1)
+
+
+def _fetch(name: str) -> None:
+    try:
+        from dpkit.checkpoint.fetch import fetch  # noqa: PLC0415 - numpy costs `--help` too much
+    except ModuleNotFoundError as error:
+        raise DpkitError(
+            f"fetching needs {error.name}; `pip install 'dpkit[torch]'` brings it"
+        ) from error
+    with _progress_bar() as on_progress:
+        fetched = fetch(name, on_progress=on_progress)
+    state = "is already in" if fetched.already_there else "fetched into"
+    click.echo(f"{name} {state} {fetched.path} ({_megabytes(fetched.size)})")
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[Progress], None]]:
+    """One bar a stage on standard error; nothing where that is no terminal."""
+    from rich.console import Console  # noqa: PLC0415 - costs `--help` too much
+    from rich.progress import BarColumn, DownloadColumn, TextColumn  # noqa: PLC0415
+    from rich.progress import Progress as Bars  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:12}"), BarColumn(), DownloadColumn())
+    with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(progress: Progress) -> None:
+            if progress.stage not in tasks:
+                tasks[progress.stage] = bars.add_task(progress.stage)
+            bars.update(tasks[progress.stage], completed=progress.done, total=progress.total)
+
+        yield show
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.0f} MB"
