@@ -1,0 +1,1 @@
+"""The config: what a TOML file may say (`schema`), and how it is read (`load`)."""

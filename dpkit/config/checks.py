@@ -1,0 +1,149 @@
+"""What a single value must satisfy, and how a refusal reads.
+
+The checks are attrs validators, so that a config built in Python is held to the same rules as a
+file. Knows no TOML text and no positions: `dpkit.config.load` adds those.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpkit.errors import ConfigError
+from dpkit.names import PolicyName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sized
+
+    from attrs import Attribute
+
+    Check = Callable[[Any, Attribute[Any], Any], None]
+
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_PLAIN_MODEL = re.compile(r"\w[\w.-]*", re.ASCII)
+_KINDS = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a float",
+    str: "a string",
+    dict: "a table",
+    list: "an array",
+}
+
+
+class BadValue(ConfigError):  # noqa: N818 - reads as what happened, like the others of the tree
+    """One value is wrong; `problem` says how, without the key, which `str()` puts in front."""
+
+    def __init__(self, problem: str, *, key: str | None = None) -> None:
+        super().__init__([problem if key is None else f"{key}: {problem}"])
+        self.problem = problem
+
+
+def describe(value: object) -> str:
+    """A value in an error message: short, on one line, with its TOML type."""
+    kind = _KINDS.get(type(value), "a date or time")
+    if isinstance(value, bool):
+        return f"{str(value).lower()} ({kind})"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "an integer of more than 64 bits"
+    if isinstance(value, str | int | float):
+        return f"{quote(value)} ({kind})"
+    return kind
+
+
+def quote(value: object) -> str:
+    """`repr`, cut to a length that leaves an error message readable."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:56]}...{text[-1]}"
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` with the nearest choice, case aside; empty when none is near."""
+    by_folded = {choice.casefold(): choice for choice in choices}
+    near = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
+    return f"; did you mean '{by_folded[near[0]]}'?" if near else ""
+
+
+def one_of(choices: Iterable[str]) -> str:
+    """``'a', 'b', 'c'``."""
+    return ", ".join(f"'{choice}'" for choice in choices)
+
+
+def between(low: float, high: float, *, show: Callable[[Any], str] = str) -> Check:
+    """The value lies in the closed range; NaN lies in none."""
+
+    def check(_instance: object, attribute: Attribute[Any], value: float) -> None:
+        if not low <= value <= high:
+            problem = f"must be between {show(low)} and {show(high)}, got {show(value)}"
+            raise BadValue(problem, key=attribute.name)
+
+    return check
+
+
+def made_of(pattern: str, words: str) -> Check:
+    """The whole text matches the pattern, which `words` explain."""
+    compiled = re.compile(pattern, re.ASCII)
+
+    def check(_instance: object, attribute: Attribute[Any], value: str) -> None:
+        if compiled.fullmatch(value) is None:
+            raise BadValue(f"must be made of {words}, got {quote(value)}", key=attribute.name)
+
+    return check
+
+
+def at_least_one_table(_instance: object, attribute: Attribute[Any], value: Sized) -> None:
+    """An array of tables is not empty."""
+    if not value:
+        problem = f"at least one [[{attribute.name}]] table is needed"
+        raise BadValue(problem, key=attribute.name)
+
+
+def model_name(_instance: object, attribute: Attribute[Any], value: str) -> None:
+    """``echo``, ``cost:PRESET``, a fetched model, a directory, a .gguf file or ``pkg.mod:Class``.
+
+    Whether a fetched model is in the cache is asked at the start, not here: a file is no less right
+    for being checked on another machine.
+    """
+    problem = _model_problem(value)
+    if problem:
+        raise BadValue(problem, key=attribute.name)
+
+
+def policy_name(_instance: object, attribute: Attribute[Any], value: str) -> None:
+    """A built-in policy or ``pkg.mod:Class``."""
+    if value in list(PolicyName) or _CLASS_PATH.fullmatch(value):
+        return
+    problem = f"expected one of {one_of(PolicyName)} or 'pkg.mod:Class', got {quote(value)}"
+    raise BadValue(problem + did_you_mean(value, PolicyName), key=attribute.name)
+
+
+def _model_problem(value: str) -> str | None:
+    if value.startswith("cost:"):
+        return _preset_problem(value.removeprefix("cost:"))
+    if value.startswith((".", "~")) or "/" in value or value.endswith(".gguf"):
+        return _path_problem(value)
+    if _PLAIN_MODEL.fullmatch(value) or _CLASS_PATH.fullmatch(value):
+        return None
+    forms = "'echo', 'cost:PRESET', the name of a fetched model, a directory, a .gguf file"
+    return f"expected {forms} or 'pkg.mod:Class', got {quote(value)}"
+
+
+def _preset_problem(preset: str) -> str | None:
+    # Imported when a file asks for it: most files name no preset.
+    from dpkit.costmodel import PRESETS  # noqa: PLC0415
+
+    if preset in PRESETS:
+        return None
+    return f"unknown cost preset {quote(preset)}; known: {', '.join(PRESETS)}" + did_you_mean(
+        preset, PRESETS
+    )
+
+
+def _path_problem(value: str) -> str | None:
+    path = Path(value).expanduser()
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+        return None
+    problem = "is neither a directory nor a .gguf file" if path.exists() else "does not exist"
+    return f"{quote(value)} {problem} (a relative path starts at the working directory)"

@@ -1,0 +1,201 @@
+"""Plain tables, as tomli gives them, to a `Config`: strict cattrs, and every problem at once.
+
+Strict: nothing is coerced (``"9"`` is not 9, ``true`` is not 1, an integer may stand for a float),
+and no key is ignored. Knows paths of keys, not where they stand in a text.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from functools import cache
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+import attrs
+from attrs import frozen
+from cattrs import Converter
+from cattrs.errors import (
+    AttributeValidationNote,
+    ClassValidationError,
+    ForbiddenExtraKeysError,
+    IterableValidationError,
+    IterableValidationNote,
+)
+from cattrs.gen import make_dict_structure_fn, override
+
+from dpkit.config.checks import BadValue, describe, did_you_mean, one_of
+from dpkit.config.rules import conflicts
+from dpkit.config.schema import Config, walk
+from dpkit.config.units import Bytes, Seconds, parse_duration, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from dpkit.config.rules import Path
+
+
+@frozen(kw_only=True)
+class Problem:
+    """Something wrong with the key at `path`."""
+
+    path: Path
+    message: str
+
+
+def structure(tables: dict[str, Any]) -> Config | list[Problem]:
+    """The config that the tables describe, or all that is wrong with them; never raises."""
+    try:
+        return _converter().structure(tables, Config)
+    except ClassValidationError as error:
+        problems = list(_problems(error))
+        rest = _without(tables, [problem.path for problem in problems])
+        found = (Problem(path=path, message=message) for path, message in conflicts(rest))
+        return [*problems, *found]
+
+
+def _problems(error: Exception, path: Path = ()) -> Iterator[Problem]:
+    """Walk the tree of exceptions that cattrs builds; its notes tell the way."""
+    if isinstance(error, ClassValidationError | IterableValidationError):
+        for nested in error.exceptions:
+            yield from _problems(nested, path + _step(nested))
+    elif isinstance(error, ForbiddenExtraKeysError):
+        for key in sorted(error.extra_fields):
+            yield Problem(path=(*path, key), message=_unknown_key(key, error.cl))
+    elif isinstance(error, KeyError):
+        yield Problem(path=path, message=_missing_key(path))
+    elif isinstance(error, BadValue):
+        yield Problem(path=path, message=error.problem)
+    # What is left is a Conflict of Config itself, which `structure` asks about again.
+
+
+def _step(error: Exception) -> Path:
+    """The key or index that cattrs noted; nothing for an error of the table itself."""
+    for note in getattr(error, "__notes__", ()):
+        if isinstance(note, AttributeValidationNote):
+            return (note.name,)
+        if isinstance(note, IterableValidationNote):
+            return (
+                int(note.index),
+            )  # text stands there for mappings only, and the schema has none
+    return ()
+
+
+def _unknown_key(key: str, table: type) -> str:
+    own = [attribute.name for attribute in attrs.fields(table)]
+    elsewhere = [path for path, _ in walk() if path.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"unknown key; did you mean {' or '.join(map(repr, elsewhere))}?"
+    return "unknown key" + (did_you_mean(key, own) or f"; known here: {', '.join(own)}")
+
+
+def _missing_key(path: Path) -> str:
+    example = "[[engines]]" if path == ("engines",) else 'model = "smollm2-135m"'
+    return f"missing; write for example {example}"
+
+
+def _without(tables: dict[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
+    """A copy that lacks what stands at the paths; a table of an array leaves an empty one."""
+    rest = copy.deepcopy(tables)
+    for *parents, last in paths:
+        place: Any = rest
+        for step in parents:
+            place = place.get(step, {}) if isinstance(place, dict) else place[step]
+        if isinstance(last, int):
+            place[last] = {}
+        else:
+            place.pop(last, None)
+    return rest
+
+
+@cache
+def _converter() -> Converter:
+    converter = Converter(detailed_validation=True, forbid_extra_keys=True)
+    for kind, expected in _SCALARS.items():
+        converter.register_structure_hook(kind, _exactly(kind, expected))
+    converter.register_structure_hook(float, _number)
+    converter.register_structure_hook_func(lambda kind: kind == Seconds, _quantity(parse_duration))
+    converter.register_structure_hook_func(lambda kind: kind == Bytes, _quantity(parse_size))
+    converter.register_structure_hook_func(_is_enum, _member)
+    converter.register_structure_hook_func(_is_array, _array(converter))
+    converter.register_structure_hook_factory(attrs.has, lambda table: _table(converter, table))
+    return converter
+
+
+_SCALARS = {str: "a string", bool: "true or false", int: "an integer"}
+
+
+def _exactly(kind: type, expected: str) -> Callable[[object, Any], Any]:
+    def hook(raw: object, _kind: Any) -> Any:
+        # Not isinstance: bool is an int there.
+        if type(raw) is kind and not _too_big(raw):
+            return raw
+        raise BadValue(f"expected {expected}, got {describe(raw)}")
+
+    return hook
+
+
+def _number(raw: object, _kind: Any) -> float:
+    if type(raw) in {int, float} and not _too_big(raw):
+        return float(raw)  # type: ignore[arg-type]  # mypy does not narrow by `in`
+    raise BadValue(f"expected a number, got {describe(raw)}")
+
+
+def _too_big(raw: object) -> bool:
+    """TOML promises 64 bits; Python would go on to numbers that it refuses to print."""
+    return isinstance(raw, int) and raw.bit_length() > 64
+
+
+def _quantity(parse: Callable[[object], float]) -> Callable[[object, Any], float]:
+    return lambda raw, _kind: parse(raw)
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)
+
+
+def _member(raw: object, kind: type[enum.StrEnum]) -> enum.StrEnum:
+    if isinstance(raw, str) and raw in list(kind):
+        return kind(raw)
+    near = did_you_mean(raw, kind) if isinstance(raw, str) else ""
+    raise BadValue(f"expected one of {one_of(kind)}, got {describe(raw)}{near}")
+
+
+def _is_array(kind: Any) -> bool:
+    return get_origin(kind) is tuple
+
+
+def _array(converter: Converter) -> Callable[[object, Any], tuple[Any, ...]]:
+    def hook(raw: object, kind: Any) -> tuple[Any, ...]:
+        if isinstance(raw, list):
+            listed: Any = GenericAlias(list, get_args(kind)[0])
+            return tuple(converter.structure(raw, listed))
+        raise BadValue(f"expected an array of tables (written [[...]]), got {describe(raw)}")
+
+    return hook
+
+
+def _table(converter: Converter, table: type) -> Callable[[object, Any], Any]:
+    """Every field is checked by itself: attrs alone would stop at the first that is wrong."""
+    fields: dict[str, Any] = {
+        attribute.name: override(struct_hook=_field(converter, attribute))
+        for attribute in attrs.fields(table)
+    }
+    make: Any = make_dict_structure_fn(table, converter, **fields)
+
+    def hook(raw: object, kind: Any) -> Any:
+        if isinstance(raw, dict):
+            return make(raw, kind)
+        raise BadValue(f"expected a table, got {describe(raw)}")
+
+    return hook
+
+
+def _field(converter: Converter, attribute: attrs.Attribute[Any]) -> Callable[[object, Any], Any]:
+    def hook(raw: object, kind: Any) -> Any:
+        value = converter.structure(raw, kind)
+        if attribute.validator is not None:
+            attribute.validator(None, attribute, value)
+        return value
+
+    return hook

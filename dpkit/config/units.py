@@ -1,0 +1,52 @@
+"""Durations and sizes: strings with a unit in TOML, plain numbers in Python.
+
+A bare number says nothing of its unit, and a wrong guess is off by a thousand; so TOML never holds
+one where time or memory is meant.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from dpkit.config.checks import BadValue, describe
+
+Seconds = Annotated[float, "seconds"]
+Bytes = Annotated[int, "bytes"]
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES = _DECIMAL | {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# Fifteen digits fit a double exactly: no rounding surprises, no overflow.
+_QUANTITY = re.compile(r"(\d{1,15}|\d{1,8}\.\d{1,7}) ?([A-Za-z]+)", re.ASCII)
+
+
+def parse_duration(raw: object) -> float:
+    """Seconds of ``"100ms"``, ``"10s"``, ``"1.5m"``, ``"1h"``.
+
+    Raises:
+        BadValue: not a string of this form.
+    """
+    return _parse(raw, _SECONDS, 'a duration such as "100ms" (units: ms, s, m, h)')
+
+
+def parse_size(raw: object) -> int:
+    """Bytes of ``"512MiB"``, ``"2GB"``, ``"1.5GiB"``; a fraction of a byte is rounded.
+
+    Raises:
+        BadValue: not a string of this form.
+    """
+    units = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+    return round(_parse(raw, _BYTES, f'a size such as "512MiB" (units: {units})'))
+
+
+def show_duration(seconds: float) -> str:
+    """The shortest text that `parse_duration` reads back."""
+    return f"{seconds * 1e3:g}ms" if 0 < seconds < 1 else f"{seconds:g}s"
+
+
+def _parse(raw: object, units: dict[str, float] | dict[str, int], expected: str) -> float:
+    match = _QUANTITY.fullmatch(raw) if isinstance(raw, str) else None
+    if match is None or match[2] not in units:
+        raise BadValue(f"expected {expected}, got {describe(raw)}")
+    return float(match[1]) * units[match[2]]
