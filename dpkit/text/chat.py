@@ -1,0 +1,58 @@
+"""A model's own chat template: jinja2 source from its files, run where it can do no harm.
+
+Offers templates what Hugging Face's do (trimmed blocks, loop controls, `raise_exception`,
+`strftime_now`, a plain `tojson`). Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dpkit.errors import RequestRejected
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens that it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
+        self._template = environment.from_string(source)
+        self._special_tokens = special_tokens
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """Text of the conversation up to where the assistant begins to answer.
+
+        Raises:
+            RequestRejected: the template refuses the messages, or breaks on them.
+        """
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, **self._special_tokens
+            )
+        except TemplateError as error:
+            raise RequestRejected(f"the model's chat template refuses this: {error}") from error
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(style: str) -> str:
+    return datetime.now().astimezone().strftime(style)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    """Plain JSON: jinja2's own escapes HTML, which would put entities into the prompt."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,100 @@
+"""A tokenizer made from tokenizer.json, with incremental decoding.
+
+Knows the `tokenizers` library and nothing of files: where the JSON came from is the caller's
+affair. Chat templates are `dpkit.text.chat`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import tokenizers
+
+from dpkit.errors import RequestRejected
+from dpkit.text.chat import ChatTemplate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+# A UTF-8 character has at most four bytes, so at most three tokens of it can be waiting for the
+# last one; a decoder shows each as one replacement character, or all as one.
+_MOST_HELD = 3
+
+# Tokens decoded again at each step: those that may be waiting, and as many before them, because
+# some decoders treat the first token of a sequence apart.
+_WINDOW = 2 * _MOST_HELD
+
+
+class HfTokenizer:
+    """Text to token ids and back as the model was trained with it."""
+
+    def __init__(
+        self, tokenizer_json: str, *, chat_template: str | None, special_tokens: Mapping[str, str]
+    ) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+        self._template = chat_template and ChatTemplate(chat_template, special_tokens)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with a first token where the tokenizer itself adds one."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer.
+
+        Raises:
+            RequestRejected: the model has no chat template, or it refuses these messages.
+        """
+        if not self._template:
+            raise RequestRejected("this model has no chat template; send the prompt as plain text")
+        text = self._template.render(messages)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decoder(self) -> HfDecoder:
+        """Make a fresh decoder for one request."""
+        return HfDecoder(self._tokenizer, self._special)
+
+
+class HfDecoder:
+    """Turns tokens that arrive one by one into text; special tokens have none.
+
+    Remembers the last few tokens and how much of their text is out, so a step costs the same
+    however long the answer is. A replacement character at the end may become another character
+    with the next token and is held back.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._recent: list[int] = []
+        self._sent = 0  # characters of the text of `_recent` that are out
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens make certain."""
+        tokens = [*self._recent, *(i for i in token_ids if i not in self._special)]
+        text = self._text(tokens)
+        certain = text[self._sent : _certain(text)]
+        self._recent = tokens[-_WINDOW:]
+        self._sent = _certain(text if len(tokens) <= _WINDOW else self._text(self._recent))
+        return certain
+
+    def finish(self) -> str:
+        """Return what was held back, which now is no whole character any more."""
+        return self._text(self._recent)[self._sent :]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+
+def _certain(text: str) -> int:
+    """How many characters of `text` no further token can change."""
+    held = 0
+    while held < min(_MOST_HELD, len(text)) and text[-1 - held] == _UNKNOWN:
+        held += 1
+    return len(text) - held
