@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import enum
-from functools import cache
+import operator
+from functools import cache, partial
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -25,7 +26,7 @@ from cattrs.errors import (
 from cattrs.gen import make_dict_structure_fn, override
 
 from dpkit.config.checks import BadValue, describe, did_you_mean, one_of
-from dpkit.config.rules import conflicts
+from dpkit.config.rules import Conflict, conflicts
 from dpkit.config.schema import Config, walk
 from dpkit.config.units import Bytes, Seconds, parse_duration, parse_size
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dpkit.config.rules import Path
+
+    Hook = Callable[[Any, Any], Any]
 
 
 @frozen(kw_only=True)
@@ -64,9 +67,8 @@ def _problems(error: Exception, path: Path = ()) -> Iterator[Problem]:
             yield Problem(path=(*path, key), message=_unknown_key(key, error.cl))
     elif isinstance(error, KeyError):
         yield Problem(path=path, message=_missing_key(path))
-    elif isinstance(error, BadValue):
-        yield Problem(path=path, message=error.problem)
-    # What is left is a Conflict of Config itself, which `structure` asks about again.
+    elif not isinstance(error, Conflict):  # `structure` asks about conflicts by itself
+        yield Problem(path=path, message=getattr(error, "problem", str(error)))
 
 
 def _step(error: Exception) -> Path:
@@ -111,21 +113,19 @@ def _without(tables: dict[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
 @cache
 def _converter() -> Converter:
     converter = Converter(detailed_validation=True, forbid_extra_keys=True)
-    for kind, expected in _SCALARS.items():
-        converter.register_structure_hook(kind, _exactly(kind, expected))
+    converter.register_structure_hook(str, _exactly(str, "a string"))
+    converter.register_structure_hook(bool, _exactly(bool, "true or false"))
+    converter.register_structure_hook(int, _exactly(int, "an integer"))
     converter.register_structure_hook(float, _number)
-    converter.register_structure_hook_func(lambda kind: kind == Seconds, _quantity(parse_duration))
-    converter.register_structure_hook_func(lambda kind: kind == Bytes, _quantity(parse_size))
-    converter.register_structure_hook_func(_is_enum, _member)
+    converter.register_structure_hook(enum.StrEnum, _member)
+    converter.register_structure_hook_func(partial(operator.eq, Seconds), _quantity(parse_duration))
+    converter.register_structure_hook_func(partial(operator.eq, Bytes), _quantity(parse_size))
     converter.register_structure_hook_func(_is_array, _array(converter))
     converter.register_structure_hook_factory(attrs.has, lambda table: _table(converter, table))
     return converter
 
 
-_SCALARS = {str: "a string", bool: "true or false", int: "an integer"}
-
-
-def _exactly(kind: type, expected: str) -> Callable[[object, Any], Any]:
+def _exactly(kind: type, expected: str) -> Hook:
     def hook(raw: object, _kind: Any) -> Any:
         # Not isinstance: bool is an int there.
         if type(raw) is kind and not _too_big(raw):
@@ -146,12 +146,8 @@ def _too_big(raw: object) -> bool:
     return isinstance(raw, int) and raw.bit_length() > 64
 
 
-def _quantity(parse: Callable[[object], float]) -> Callable[[object, Any], float]:
+def _quantity(parse: Callable[[object], float]) -> Hook:
     return lambda raw, _kind: parse(raw)
-
-
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, enum.Enum)
 
 
 def _member(raw: object, kind: type[enum.StrEnum]) -> enum.StrEnum:
@@ -165,7 +161,7 @@ def _is_array(kind: Any) -> bool:
     return get_origin(kind) is tuple
 
 
-def _array(converter: Converter) -> Callable[[object, Any], tuple[Any, ...]]:
+def _array(converter: Converter) -> Hook:
     def hook(raw: object, kind: Any) -> tuple[Any, ...]:
         if isinstance(raw, list):
             listed: Any = GenericAlias(list, get_args(kind)[0])
@@ -175,7 +171,7 @@ def _array(converter: Converter) -> Callable[[object, Any], tuple[Any, ...]]:
     return hook
 
 
-def _table(converter: Converter, table: type) -> Callable[[object, Any], Any]:
+def _table(converter: Converter, table: type) -> Hook:
     """Every field is checked by itself: attrs alone would stop at the first that is wrong."""
     fields: dict[str, Any] = {
         attribute.name: override(struct_hook=_field(converter, attribute))
@@ -191,7 +187,7 @@ def _table(converter: Converter, table: type) -> Callable[[object, Any], Any]:
     return hook
 
 
-def _field(converter: Converter, attribute: attrs.Attribute[Any]) -> Callable[[object, Any], Any]:
+def _field(converter: Converter, attribute: attrs.Attribute[Any]) -> Hook:
     def hook(raw: object, kind: Any) -> Any:
         value = converter.structure(raw, kind)
         if attribute.validator is not None:
