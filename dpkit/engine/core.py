@@ -180,12 +180,15 @@ def check_result(model: Model, batch: Batch, result: StepResult) -> None:
         InternalError: it did not; the message names the model's class.
     """
     name = f"{type(model).__module__}.{type(model).__qualname__}.execute()"
-    sampled, rows = result.sampled, batch.rows
+    sampled, rows, vocab_size = result.sampled, batch.rows, model.spec.vocab_size
     if len(sampled) != len(rows):
         raise InternalError(f"{name} returned {len(sampled)} tokens for {len(rows)} rows")
     for index, (row, token_id) in enumerate(zip(rows, sampled, strict=True)):
         if row.output_index is None:
             if token_id is not None:
                 raise InternalError(f"{name} sampled row {index}, which ends inside its prompt")
-        elif type(token_id) is not int or token_id < 0:
-            raise InternalError(f"{name} must sample a token id for row {index}, not {token_id!r}")
+        elif type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise InternalError(
+                f"{name} must sample an int from 0 to {vocab_size - 1} for row {index}, "
+                f"not {token_id!r}"
+            )
