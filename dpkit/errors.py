@@ -66,10 +66,14 @@ class ClusterClosed(DpkitError):  # noqa: N818
     retryable = True
 
 
-class ClusterFailed(DpkitError):  # noqa: N818
-    """A service of the cluster died; `__cause__` is the first error, with engine where known."""
+class ServiceFailed(DpkitError):  # noqa: N818
+    """A background service died; `__cause__` is the first error, the message names the service."""
 
     http_status = 503
+
+
+class ClusterFailed(ServiceFailed):
+    """A service of the cluster died, most often an engine; the message and the cause tell which."""
 
 
 class InternalError(DpkitError):

@@ -1,0 +1,47 @@
+# Each target works from a bare clone: it makes the virtual environment it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL := smollm2-135m
+
+.PHONY: run test slow check bench clean
+
+run: $(VENV)/.installed model  ## the main job: two engines answer four prompts
+	$(BIN)/dpkit run dpkit.toml --max-tokens 48 --chat \
+	  --prompt "What is the capital of France?" \
+	  --prompt "Why is the sky blue?" \
+	  --prompt "Name three fruits." \
+	  --prompt "Write one sentence about the sea."
+
+test: $(VENV)/.installed model  ## the whole fast suite
+	$(BIN)/pytest
+
+slow: $(VENV)/.peers model  ## soaks, thousands of seeds, comparisons with transformers
+	$(BIN)/pytest -m slow --timeout 1800
+
+check: $(VENV)/.installed  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed model  ## speed, as ratios within one run
+	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+.PHONY: model
+model: $(VENV)/.installed
+	$(BIN)/dpkit fetch $(MODEL)
+
+# torch is pinned in constraints.txt: left to itself, pip may choose a build of several GB.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e '.[torch,dev]'
+	touch $@
+
+$(VENV)/.peers: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e '.[torch,dev,peers]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

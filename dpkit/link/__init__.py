@@ -1,0 +1,1 @@
+"""Links: how a client reaches one engine. Each module is one kind of neighbourhood."""

@@ -1,0 +1,179 @@
+"""The engine task: drain input, publish counts, step, deliver, publish counts.
+
+Drives one `EngineCore` for one life of one engine. All state of the core is touched here only, on
+Trio's thread, between steps; only the model's `execute` may run elsewhere. Knows nothing of
+balancing or of who its clients are: outputs go back where the request came from, stats go to the
+fan-in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from dpkit.errors import EngineLost, InternalError
+from dpkit.messages import EngineOutput, EngineStats
+from dpkit.names import FinishReason
+from dpkit.nursery.inbox import duplicate
+from dpkit.nursery.runner import open_runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dpkit.abc import Model
+    from dpkit.engine.core import EngineCore
+    from dpkit.engine.publish import PublishGate
+    from dpkit.messages import EngineId, GenerateRequest
+    from dpkit.nursery.inbox import Deliver, Inbox
+    from dpkit.nursery.runner import Runner
+
+
+class BusyLoop:
+    """One life of one engine; `run` is its task.
+
+    Args:
+        engine: The incarnation this life is known by.
+        index: Rank of the engine in the cluster.
+        model: Shared with the other engines of the group.
+        core: Scheduler and blocks; owned by this loop from now on.
+        inbox: Where requests and aborts come in; closing it ends the loop gracefully.
+        publish: Takes stats, synchronously. None: nothing is published.
+        gate: Says when the counts have changed enough to be published.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: EngineId,
+        index: int,
+        model: Model,
+        core: EngineCore,
+        inbox: Inbox,
+        publish: Callable[[EngineStats], None] | None,
+        gate: PublishGate,
+    ) -> None:
+        self.engine = engine
+        self.core = core
+        self.inbox = inbox
+        self.ready = trio.Event()
+        self.ended = trio.Event()
+        self._index = index
+        self._model = model
+        self._publish = publish
+        self._gate = gate
+        self._deliver: dict[str, Deliver] = {}
+        self._seq = 0
+        self._steps = 0
+
+    def __repr__(self) -> str:
+        running, waiting = self.core.get_request_counts()
+        state = "ended" if self.ended.is_set() else "ready" if self.ready.is_set() else "starting"
+        return f"<BusyLoop {self.engine}: {state}, {waiting} waiting, {running} running>"
+
+    async def run(self) -> None:
+        """Serve until the inbox is closed and nothing is left to do.
+
+        Error handling:
+            What the model raises ends this life: its requests get `EngineLost`, the error itself
+            comes out of here.
+        """
+        limits = self.core.limits
+        try:
+            async with open_runner(
+                self._model,
+                num_blocks=limits.num_blocks,
+                block_size=limits.block_size,
+                name=str(self.engine),
+            ) as runner:
+                self.ready.set()
+                await self._serve(runner)
+        except Exception as error:
+            self._lose_requests(error)
+            error.add_note(f"in engine {self.engine}, step {self._steps + 1}")
+            raise
+        finally:
+            self.inbox.close()
+            self.ended.set()
+
+    async def _serve(self, runner: Runner) -> None:
+        while True:
+            self._drain()
+            self._publish_if_changed()  # a long step must not hide what arrived before it
+            if (batch := self.core.schedule()) is not None:
+                result = await runner.execute(batch)
+                self._steps += 1
+                self._send(self.core.apply(batch, result))
+                self._publish_if_changed()
+            elif self.core.has_requests():
+                raise InternalError(
+                    f"engine {self.engine} has requests it can neither run nor refuse",
+                    engine=self.engine,
+                )
+            else:
+                self.core.check()  # idle: the cheapest moment to find a leaked block
+                if self.inbox.closed:
+                    return
+                await self.inbox.wait()
+
+    def _drain(self) -> None:
+        drained = self.inbox.drain()
+        self.core.abort(drained.aborts)
+        for request_id in drained.aborts:
+            self._deliver.pop(request_id, None)
+        for request, deliver in drained.requests:
+            self._add(request, deliver)
+        self._send(self.core.take_outputs())  # refusals
+
+    def _add(self, request: GenerateRequest, deliver: Deliver) -> None:
+        request_id = request.request_id
+        if request_id in self._deliver:  # another client's: its outputs must not be mixed up
+            error = duplicate(request_id)
+            deliver(self.engine, _failed(request_id, error))
+            return
+        self._deliver[request_id] = deliver
+        self.core.add(request)
+
+    def _send(self, outputs: Iterable[EngineOutput]) -> None:
+        for output in outputs:
+            deliver = self._deliver[output.request_id]
+            if output.finish_reason is not None:
+                del self._deliver[output.request_id]
+            deliver(self.engine, output)
+
+    def _lose_requests(self, cause: Exception) -> None:
+        """End every request of this life, drained or not, so that none waits for ever."""
+        self._deliver.update(
+            (request.request_id, deliver) for request, deliver in self.inbox.drain().requests
+        )
+        for request_id in list(self._deliver):
+            error = EngineLost(
+                f"engine {self.engine} was lost while it held request {request_id}: {cause!r}",
+                engine=self.engine,
+                request_id=request_id,
+            )
+            error.__cause__ = cause
+            self._send([_failed(request_id, error)])
+
+    def _publish_if_changed(self) -> None:
+        if self._publish is None:
+            return
+        running, waiting = self.core.get_request_counts()
+        kv_cache_usage = self.core.get_kv_cache_usage()
+        if self._gate.due(running, waiting, kv_cache_usage):
+            self._seq += 1
+            self._publish(
+                EngineStats(
+                    engine=self.engine,
+                    index=self._index,
+                    seq=self._seq,
+                    waiting=waiting,
+                    running=running,
+                    kv_cache_usage=kv_cache_usage,
+                    step_counter=self._steps,
+                )
+            )
+
+
+def _failed(request_id: str, error: Exception) -> EngineOutput:
+    return EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)

@@ -1,0 +1,243 @@
+"""The client: places requests on engines, hands out streams, and never loses count.
+
+Pick and charge are one synchronous step; the release goes through the object that was charged, at
+the moment the engine reports the end or the reader leaves, whichever is first. Owns one dispatch
+(ledger, view, policy) and the table of live streams. Knows engines only as links.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import trio
+from attrs import evolve, frozen
+
+from dpkit.errors import ClusterClosed, RequestRejected
+from dpkit.messages import EngineOutput, GenerateRequest, SamplingParams
+from dpkit.names import FinishReason
+from dpkit.nursery.inbox import duplicate
+from dpkit.nursery.stream import OutputStream
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping, Sequence
+
+    from dpkit.abc import EngineLink, Tokenizer
+    from dpkit.balancer.dispatch import EarlyDispatch, Placement
+    from dpkit.balancer.ledger import Ledger
+    from dpkit.messages import Completion, EngineId, Snapshot
+
+    Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keywords of `Client.generate`; all but the first three are fields of `SamplingParams`."""
+
+    request_id: str | None
+    """Shown in errors and statistics; made up when left out."""
+    engine: str | None
+    """Pins the request to the engine of this name."""
+    cache_salt: str
+    """Requests with different salts never share cached blocks."""
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+
+
+@frozen(kw_only=True)
+class ClientStatistics:
+    """Counts since the client was made, but for `inflight`, which is now."""
+
+    inflight: Mapping[EngineId, int]
+    """Unfinished requests of this client on each engine."""
+    started: int
+    finished: int
+    """Ended by their engine: stop, length or error."""
+    aborted: int
+    """Left by their reader, or by the cluster's end, before they were finished."""
+    late_outputs: int
+    """Outputs that arrived after the release, or from another life of an engine; dropped."""
+
+
+class Client:
+    """Made by `open_cluster`; all methods are for Trio's thread."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        dispatch: EarlyDispatch,
+        tokenizer: Tokenizer,
+        rng: random.Random,
+        prefix: str,
+    ) -> None:
+        self._ledger = ledger
+        self._dispatch = dispatch
+        self._tokenizer = tokenizer
+        self._rng = rng
+        self._ids = (f"{prefix}-{n}" for n in itertools.count(1))
+        self._links: dict[EngineId, EngineLink] = {}
+        self._inflight: dict[str, tuple[OutputStream, Placement]] = {}
+        self._closed = False
+        self._started = self._finished = self._aborted = self._late_outputs = 0
+
+    def __repr__(self) -> str:
+        return f"<Client: {len(self._inflight)} in flight, {'closed' if self._closed else 'open'}>"
+
+    def add_link(self, link: EngineLink) -> None:
+        """Make an engine reachable; the dispatch decides whether it is picked."""
+        self._links[link.engine] = link
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> OutputStream:
+        """Prepare a request; entering the returned stream sends it.
+
+        Args:
+            prompt: Text, token ids, or chat messages (``{"role": …, "content": …}``), which are
+                put into the model's own chat template.
+            sampling: How to sample; greedy when left out.
+            **options: See `RequestOptions`; sampling fields replace those of `sampling`.
+
+        Raises:
+            RequestRejected: a field is out of range, or the prompt cannot be encoded.
+        """
+        fields: dict[str, Any] = dict(options)
+        request_id = fields.pop("request_id", None) or next(self._ids)
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=self._encode(prompt),
+            engine=fields.pop("engine", None),
+            cache_salt=fields.pop("cache_salt", ""),
+            sampling=self._sampling(sampling or SamplingParams(), fields, request_id),
+        )
+        return OutputStream(self, request, self._tokenizer.decoder())
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Completion:
+        """Generate to the end and return the whole; arguments and errors as for `generate`."""
+        async with self.generate(prompt, sampling, **options) as stream:
+            async for _ in stream:
+                pass
+            return stream.completion()
+
+    def statistics(self) -> ClientStatistics:
+        """Counts of this client; never waits."""
+        return ClientStatistics(
+            inflight=self._ledger.statistics().by_engine,
+            started=self._started,
+            finished=self._finished,
+            aborted=self._aborted,
+            late_outputs=self._late_outputs,
+        )
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        """Take the coordinator's newest snapshot."""
+        self._dispatch.on_snapshot(snapshot)
+
+    @trio.lowlevel.enable_ki_protection
+    def begin(self, stream: OutputStream) -> Placement:
+        """Pick, charge, submit, register: one synchronous step, undone as a whole if it fails.
+
+        Called by the stream; users enter the stream.
+        """
+        request = stream.request
+        if self._closed:
+            raise _closed(request.request_id)
+        if request.request_id in self._inflight:
+            raise duplicate(request.request_id)
+        placement = self._dispatch.place(request)
+        try:
+            self._links[placement.engine].submit(request)
+        except BaseException:
+            self._dispatch.release(placement)
+            raise
+        self._inflight[request.request_id] = (stream, placement)
+        self._started += 1
+        return placement
+
+    @trio.lowlevel.enable_ki_protection
+    def deliver(self, engine: EngineId, output: EngineOutput) -> None:
+        """Route one output to its stream; called by links, on Trio's thread, never blocks."""
+        stream, placement = self._inflight.get(output.request_id, (None, None))
+        if stream is None or placement is None or placement.engine != engine:
+            self._late_outputs += 1
+            return
+        if output.finish_reason is not None:
+            self._finished += 1
+            self._release(placement)
+        stream.deliver(output)
+
+    @trio.lowlevel.enable_ki_protection
+    def end(self, stream: OutputStream) -> None:
+        """Leave a stream: abort it if its engine has not ended it yet. Idempotent.
+
+        Called by the stream; users leave its block.
+        """
+        inflight, placement = self._inflight.get(stream.request_id, (None, None))
+        if inflight is not stream or placement is None:
+            return
+        self._aborted += 1
+        self._links[placement.engine].abort(stream.request_id)
+        self._release(placement)
+
+    @trio.lowlevel.enable_ki_protection
+    def close(self) -> None:
+        """Refuse new requests, abort those in flight; their readers get `ClusterClosed`."""
+        self._closed = True
+        for stream, _ in list(self._inflight.values()):
+            self.end(stream)
+            stream.deliver(
+                EngineOutput(
+                    request_id=stream.request_id,
+                    finish_reason=FinishReason.ABORT,
+                    error=_closed(stream.request_id),
+                )
+            )
+
+    def _release(self, placement: Placement) -> None:
+        del self._inflight[placement.request.request_id]
+        self._dispatch.release(placement)
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self._tokenizer.encode(prompt))
+        token_ids = tuple(item for item in prompt if isinstance(item, int))
+        if len(token_ids) == len(prompt):
+            return token_ids
+        return tuple(
+            self._tokenizer.encode_chat([dict(m) for m in prompt if not isinstance(m, int)])
+        )
+
+    def _sampling(
+        self, sampling: SamplingParams, fields: dict[str, Any], request_id: str
+    ) -> SamplingParams:
+        try:
+            sampling = evolve(sampling, **fields)
+        except ValueError as error:
+            raise RequestRejected(
+                f"request {request_id}: bad sampling option: {error}", request_id=request_id
+            ) from error
+        if sampling.seed is None:
+            # Drawn here rather than in the engine: a retry elsewhere repeats the same text.
+            sampling = evolve(sampling, seed=self._rng.getrandbits(63))
+        return sampling
+
+
+def _closed(request_id: str) -> ClusterClosed:
+    return ClusterClosed(
+        f"request {request_id}: the cluster is closed; make requests inside its `async with` block",
+        request_id=request_id,
+    )

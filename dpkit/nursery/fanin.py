@@ -1,0 +1,76 @@
+"""The stats fan-in channel: every engine publishes, the coordinator receives; producers never wait.
+
+One slot an engine, the newest (epoch, seq) wins: a coordinator that was busy learns the present,
+not the history. Lockstep engines need the history of whole steps, so with ``ordered=True`` messages
+stay in arrival order, at most one per engine and step. Knows nothing of what the counts mean.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from dpkit.messages import EngineStats
+
+
+@frozen(kw_only=True)
+class FanInStatistics:
+    """Counts since the channel was made."""
+
+    received: int
+    overwritten: int
+    """Newer stats of the same engine arrived before the coordinator looked."""
+    stale: int
+    """Older or repeated (epoch, seq): ignored."""
+
+
+class StatsFanIn:
+    """Many synchronous producers, one receiver."""
+
+    def __init__(self, *, ordered: bool = False) -> None:
+        self._ordered = ordered
+        self._pending: dict[tuple[object, ...], EngineStats] = {}
+        self._newest: dict[str, tuple[int, int]] = {}
+        self._lot = trio.lowlevel.ParkingLot()
+        self._received = self._overwritten = self._stale = 0
+
+    def publish(self, stats: EngineStats) -> None:
+        """Leave the stats in the engine's slot; never blocks."""
+        self._received += 1
+        age = (stats.engine.epoch, stats.seq)
+        if age <= self._newest.get(stats.engine.name, (-1, -1)):
+            self._stale += 1
+            return
+        self._newest[stats.engine.name] = age
+        slot = self._slot(stats)
+        if slot in self._pending:
+            self._overwritten += 1
+        self._pending[slot] = stats
+        self._lot.unpark()
+
+    def _slot(self, stats: EngineStats) -> tuple[object, ...]:
+        if self._ordered:
+            return (stats.engine, stats.current_wave, stats.step_counter)
+        return (stats.engine.name,)
+
+    def receive_nowait(self) -> tuple[EngineStats, ...]:
+        """Take what is pending, one message a slot, oldest slot first; empty when nothing is."""
+        messages = tuple(self._pending.values())
+        self._pending.clear()
+        return messages
+
+    async def wait_pending(self) -> None:
+        """Wait until some engine has published what was not yet received."""
+        if self._pending:
+            await trio.lowlevel.checkpoint()
+        else:
+            await self._lot.park()
+
+    def statistics(self) -> FanInStatistics:
+        """Counts since the channel was made."""
+        return FanInStatistics(
+            received=self._received, overwritten=self._overwritten, stale=self._stale
+        )

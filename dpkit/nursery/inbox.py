@@ -1,0 +1,92 @@
+"""The engine's input: requests and aborts, from any number of links, to one busy loop.
+
+Unbounded by itself; admission bounds it (each in-flight request adds one entry and at most one
+abort). Knows nothing of scheduling.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import field, frozen
+
+from dpkit.errors import EngineLost, RequestRejected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dpkit.messages import EngineId, EngineOutput, GenerateRequest
+
+    Deliver = Callable[[EngineId, EngineOutput], None]
+
+
+def duplicate(request_id: str) -> RequestRejected:
+    """The error for an id that is in flight already: two requests must not share their outputs."""
+    return RequestRejected(
+        f"request id {request_id!r} is in flight already; leave request_id out or make it unique",
+        request_id=request_id,
+    )
+
+
+@frozen(kw_only=True)
+class Drained:
+    """What came in since the last drain. Aborts are to be applied first."""
+
+    aborts: tuple[str, ...]
+    requests: tuple[tuple[GenerateRequest, Deliver], ...] = field(repr=False)
+
+
+class Inbox:
+    """Synchronous on the sending side, so that no clean-up path needs an ``await``."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, tuple[GenerateRequest, Deliver]] = {}
+        self._aborts: dict[str, None] = {}
+        self._wake = trio.Event()
+        self.closed = False
+
+    def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
+        """Queue a request; its outputs go to `deliver`, synchronously, on Trio's thread.
+
+        Raises:
+            EngineLost: the inbox is closed; the engine has ended or is about to.
+            RequestRejected: a request of this id is queued here already.
+        """
+        if self.closed:
+            raise EngineLost(
+                f"request {request.request_id} came too late: its engine takes no more requests",
+                request_id=request.request_id,
+            )
+        if request.request_id in self._requests:
+            raise duplicate(request.request_id)
+        self._requests[request.request_id] = (request, deliver)
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        """Drop the request here if the engine has not seen it yet, else tell the engine."""
+        if self._requests.pop(request_id, None) is None:
+            self._aborts[request_id] = None
+            self._wake.set()
+
+    def close(self) -> None:
+        """Ask the busy loop to end once its engine has nothing left to do."""
+        self.closed = True
+        self._wake.set()
+
+    def drain(self) -> Drained:
+        """Take all that is pending.
+
+        Aborts come first because an id in both lists was aborted in its former life: the abort of
+        a request still queued here removed it instead.
+        """
+        drained = Drained(aborts=tuple(self._aborts), requests=tuple(self._requests.values()))
+        self._aborts.clear()
+        self._requests.clear()
+        if not self.closed:
+            self._wake = trio.Event()
+        return drained
+
+    async def wait(self) -> None:
+        """Wait until `drain` has something to give, or the inbox is closed."""
+        await self._wake.wait()

@@ -1,0 +1,145 @@
+"""One request at its client: an ``async with`` block that owns a ledger entry and a mailbox.
+
+Opens no scope and spawns nothing, so a stream may be opened in one task and read or closed in
+another. Every way out is synchronous: an ``await`` between a cancelled reader and the release of
+its engine is how in-flight counts leak. Knows nothing of how an engine is picked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Self
+
+import trio
+
+from dpkit.errors import InternalError
+from dpkit.messages import Completion, Output
+from dpkit.nursery.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from dpkit.abc import TextDecoder
+    from dpkit.balancer.dispatch import Placement
+    from dpkit.messages import EngineId, EngineOutput, FinishReason, GenerateRequest
+    from dpkit.nursery.client import Client
+
+
+class OutputStream:
+    """The outputs of one request; made by `Client.generate`.
+
+    ::
+
+        async with client.generate("Once upon a time") as stream:
+            async for output in stream:
+                print(output.text, end="")
+
+    Entering picks an engine and charges it, in one synchronous step after one checkpoint. Leaving,
+    by whatever way, aborts the request if it is unfinished and releases the engine, exactly once,
+    without a checkpoint. `text` and `token_ids` hold all that was read so far and stay readable.
+    """
+
+    def __init__(self, client: Client, request: GenerateRequest, decoder: TextDecoder) -> None:
+        self.request = request
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.placement: Placement | None = None
+        self._client = client
+        self._decoder = decoder
+        self._mailbox = Mailbox(request.request_id)
+        self._started_at = self._first_token_at = self._ended_at = math.nan
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("new" if self.placement is None else f"on {self.engine}")
+        return f"<OutputStream {self.request_id}: {state}, {len(self.token_ids)} tokens>"
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the requests in flight."""
+        return self.request.request_id
+
+    @property
+    def engine(self) -> EngineId:
+        """The incarnation that was charged with the request; known once the block is entered."""
+        if self.placement is None:
+            raise RuntimeError("the stream has no engine yet: enter it with `async with` first")
+        return self.placement.engine
+
+    @trio.lowlevel.enable_ki_protection  # Ctrl-C must not land between the charge and the block
+    async def __aenter__(self) -> Self:
+        if self.placement is not None:
+            raise RuntimeError(f"request {self.request_id} was started already; make a new stream")
+        self._started_at = trio.current_time()
+        await trio.lowlevel.checkpoint()
+        self.placement = self._client.begin(self)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @trio.lowlevel.enable_ki_protection
+    def close(self) -> None:
+        """Abort the request if it is unfinished and let its engine go; idempotent.
+
+        What ``async with`` does on the way out. A task parked in `__anext__` gets
+        ClosedResourceError.
+        """
+        self._client.end(self)
+        self._mailbox.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        """Wait for the next output: all that became ready since the last one.
+
+        Raises:
+            RequestRejected: the request can never fit the engine.
+            EngineLost: the engine died; what was read before stays in `text` and `token_ids`.
+            ClusterClosed: the cluster was left meanwhile.
+            ClosedResourceError: the stream was closed, by this task or another.
+        """
+        if self.finish_reason is not None:
+            raise StopAsyncIteration
+        received = await self._mailbox.take()
+        text = self._decoder.feed(received.token_ids)
+        if received.finish_reason is not None:
+            self.finish_reason = received.finish_reason
+            text += self._decoder.finish()
+        self.token_ids.extend(received.token_ids)
+        self.text += text
+        if received.error is not None:
+            raise received.error
+        return Output(text=text, token_ids=received.token_ids, finish_reason=received.finish_reason)
+
+    def deliver(self, output: EngineOutput) -> None:
+        """Take one engine output; called by the client, never by users."""
+        now = trio.current_time()
+        if output.token_ids and math.isnan(self._first_token_at):
+            self._first_token_at = now
+        if output.finish_reason is not None:
+            self._ended_at = now
+        self._mailbox.put_nowait(output)
+
+    def completion(self) -> Completion:
+        """The whole request in one object, once it has finished.
+
+        Times are those of delivery, not of reading: a slow reader does not make an engine slow.
+        """
+        if self.finish_reason is None or self.placement is None:
+            raise InternalError(f"request {self.request_id} has not finished: read it to its end")
+        return Completion(
+            request_id=self.request_id,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            engine=self.placement.engine,
+            ttft_s=self._first_token_at - self._started_at,
+            latency_s=self._ended_at - self._started_at,
+        )
