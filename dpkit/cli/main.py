@@ -1,0 +1,102 @@
+"""`dpkit`: finds the command, runs it, and turns what went wrong into a message and an exit code.
+
+Commands are imported when they are used and no earlier: `dpkit --help` and `dpkit check` import
+neither Trio nor torch, which would cost more time than all the rest of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from dpkit.errors import ConfigError, DpkitError, ModelNotFound, ModelUnsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Name, and what `dpkit --help` says of it. The module is `dpkit.cli.NAME`.
+_COMMANDS = {
+    "run": "Bring a cluster up and answer prompts.",
+    "check": "Say all that is wrong with a config; start nothing.",
+    "fetch": "Put a model into the cache.",
+}
+
+FAILED, USAGE, NOT_STARTED, INTERRUPTED = 1, 2, 3, 130
+
+
+class _LazyGroup(click.Group):
+    """A group that knows its commands' names and help without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's own
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            ctx.fail(f"No such command '{cmd_name}'.{_hint(cmd_name)}")
+        command: click.Command = importlib.import_module(f"dpkit.cli.{cmd_name}").command
+        return command
+
+    def format_commands(
+        self,
+        ctx: click.Context,  # noqa: ARG002 - click's own
+        formatter: click.HelpFormatter,
+    ) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+def _hint(name: str) -> str:
+    import difflib  # noqa: PLC0415 - only the mistaken pay its 10 ms
+
+    near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    return f" Did you mean '{near[0]}'?" if near else f" Commands: {', '.join(_COMMANDS)}."
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dpkit", message="dpkit %(version)s")
+def dpkit() -> None:
+    """Data-parallel LLM inference, declared in TOML and run by Trio."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0 good, 1 failed, 2 bad config or usage, 3 not started."""
+    try:
+        code = dpkit.main(args, prog_name="dpkit", standalone_mode=False)
+        sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
+    except BrokenPipeError:
+        return _reader_left()
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except (click.ClickException, DpkitError) as error:
+        click.echo(_message(error), err=True)
+        return _exit_code(error)
+    return code if isinstance(code, int) else 0
+
+
+def _message(error: click.ClickException | DpkitError) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)  # its lines begin with their own places
+    if isinstance(error, DpkitError):
+        return f"error: {error}"
+    context = getattr(error, "ctx", None)
+    if isinstance(error, click.exceptions.NoArgsIsHelpError) or context is None:
+        return error.format_message()
+    return f"error: {error.format_message()} See '{context.command_path} --help'."
+
+
+def _exit_code(error: click.ClickException | DpkitError) -> int:
+    if isinstance(error, click.ClickException):
+        return error.exit_code
+    if isinstance(error, ConfigError):
+        return USAGE
+    return NOT_STARTED if isinstance(error, ModelNotFound | ModelUnsupported) else FAILED
+
+
+def _reader_left() -> int:
+    """`dpkit … | head` has read enough; with no pipe left, Python's own last flush is silent."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED
