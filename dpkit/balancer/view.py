@@ -108,6 +108,10 @@ class LoadView:
 
     def replace(self, index: int, engine: EngineId) -> None:
         """Put a new life at an index: nothing in flight there, and its load not known yet."""
+        if (taken := self._indices.get(engine.name, index)) != index:
+            raise ValueError(
+                f"cannot make engine {index} {engine}: {engine.name} is engine {taken} already"
+            )
         del self._indices[self._engines[index].name]
         self._indices[engine.name] = index
         self._engines[index] = engine

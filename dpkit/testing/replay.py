@@ -10,6 +10,7 @@ import gzip
 import json
 import logging
 import sys
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -63,7 +64,7 @@ def read_cases(path: Path) -> list[Any]:
         if content.startswith(GZIP_MAGIC):
             content = gzip.decompress(content)
         cases = json.loads(content)["cases"]
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ReplayFileError(f"cannot be read: {error}") from error
     except (KeyError, TypeError) as error:
         raise ReplayFileError("is no replay file: it has no 'cases'") from error

@@ -1,0 +1,162 @@
+"""Dispatch: pick and charge in one step, pins, ids that are in flight, and what policies hear."""
+
+# ruff: noqa: ARG002 - what a policy is given is not for it to choose
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dpkit.abc import LoadView, Policy
+from dpkit.balancer.dispatch import HELD, PINNED
+from dpkit.errors import DpkitError, RequestRejected
+from dpkit.messages import EngineId, GenerateRequest, Snapshot
+
+if TYPE_CHECKING:
+    from tests.balancer.conftest import MakeClient
+
+
+class Scripted(Policy):
+    """Returns what the test says, and writes down what it hears."""
+
+    def __init__(self, *picks: int, fail: BaseException | None = None) -> None:
+        self.picks = list(picks)
+        self.fail = fail
+        self.heard: list[tuple[str, str, int]] = []
+
+    def pick(self, request: GenerateRequest, view: LoadView) -> int:
+        return self.picks.pop(0)
+
+    def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
+        self.heard.append(("charge", request.request_id, index))
+        if self.fail is not None:
+            raise self.fail
+
+    def on_release(self, request: GenerateRequest, index: int, view: LoadView) -> None:
+        self.heard.append(("release", request.request_id, index))
+
+    def on_snapshot(self, view: LoadView) -> None:
+        self.heard.append(("snapshot", "", view.waiting[0]))
+
+
+def test_a_placed_request_is_charged_to_the_engine_it_got(make_client: MakeClient) -> None:
+    client = make_client(2)
+    placement = client.place("r")
+    assert (placement.index, placement.engine) == (0, EngineId("e0"))
+    assert client.ledger.find("r") is placement.charge
+    assert repr(client.dispatch) == (
+        "<EarlyDispatch by kv_pressure: <Ledger: 1 in flight on 1 engines>>"
+    )
+
+
+def test_the_reason_tells_what_was_known_before_the_pick(make_client: MakeClient) -> None:
+    client = make_client(2)
+    client.snapshot((4, 6, 0.75), (9, 9, 0.75))
+    placement = client.place()
+    assert placement.reason == ("kv_pressure", 16.0, (0, 4, 6, 0.75))
+    assert str(placement.reason) == (
+        "kv_pressure with score 16: 0 in flight, 4 waiting, 6 running, 75% of KV in use"
+    )
+
+
+def test_a_policy_without_scores_gives_a_reason_without_one(make_client: MakeClient) -> None:
+    placement = make_client(1, Scripted(0)).place()
+    assert placement.reason.score is None
+    assert str(placement.reason).startswith(f"{Scripted.__module__}:Scripted: 0 in flight")
+
+
+def test_releasing_a_placement_is_idempotent(make_client: MakeClient) -> None:
+    client = make_client(1)
+    placement = client.place()
+    assert [client.dispatch.release(placement) for _ in range(3)] == [True, False, False]
+    assert list(client.view.inflight) == [0]
+
+
+def test_a_policy_hears_of_each_charge_release_and_snapshot_once(make_client: MakeClient) -> None:
+    policy = Scripted(1)
+    client = make_client(2, policy)
+    placement = client.place("r")
+    client.snapshot((5, 0, 0.0), (0, 0, 0.0))
+    client.dispatch.on_snapshot(Snapshot(loads=None, current_wave=1))
+    client.dispatch.release(placement)
+    client.dispatch.release(placement)
+    assert policy.heard == [("charge", "r", 1), ("snapshot", "", 5), ("release", "r", 1)]
+
+
+def test_a_pin_is_honoured_charged_and_reported(make_client: MakeClient) -> None:
+    client = make_client(4)
+    client.snapshot((0, 0, 0.0), (0, 0, 0.0), (0, 0, 0.0), (9, 9, 1.0))
+    placement = client.place(engine="e3")
+    assert (placement.index, placement.reason.rule, placement.reason.score) == (3, PINNED, None)
+    assert list(client.view.inflight) == [0, 0, 0, 1]
+
+
+def test_a_pin_neither_bumps_the_queue_nor_rotates_the_scan(make_client: MakeClient) -> None:
+    client = make_client(4)
+    client.place(engine="e3")
+    assert list(client.view.waiting) == [0, 0, 0, 0]
+    assert client.place().index == 0
+
+
+@pytest.mark.parametrize("name", ["e4", "", "E0"])
+def test_a_pin_to_no_engine_is_refused_with_the_list(make_client: MakeClient, name: str) -> None:
+    client = make_client(3)
+    with pytest.raises(RequestRejected, match=r"the engines are e0, e1, e2$") as caught:
+        client.place("r", engine=name)
+    assert caught.value.request_id == "r"
+    assert client.ledger.statistics().charged == 0
+
+
+def test_an_id_in_flight_goes_to_the_engine_that_has_it(make_client: MakeClient) -> None:
+    policy = Scripted(1, 0)
+    client = make_client(2, policy)
+    first = client.place("r")
+    again = client.place("r", engine="e0")  # more input of the same request: the pin is too late
+    assert (again.index, again.engine, again.reason.rule) == (1, first.engine, HELD)
+    assert again.charge is first.charge
+    assert list(client.view.inflight) == [0, 1]
+    assert policy.heard == [("charge", "r", 1)]
+    assert [client.dispatch.release(placement) for placement in (again, first)] == [True, False]
+
+
+def test_an_id_in_flight_on_a_dead_life_is_refused(make_client: MakeClient) -> None:
+    client = make_client(2)
+    client.place("r", engine="e1")
+    client.view.replace(1, EngineId("e1", epoch=1))
+    with pytest.raises(RequestRejected, match="in flight on engine e1, which is gone"):
+        client.place("r")
+    client.view.replace(1, EngineId("e9"))
+    with pytest.raises(RequestRejected, match="in flight on engine e1, which is gone"):
+        client.place("r")
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_policy_that_picks_no_engine_is_told_so(make_client: MakeClient, index: int) -> None:
+    client = make_client(2, Scripted(index))
+    with pytest.raises(DpkitError, match=rf"Scripted picked engine {index} of 2"):
+        client.place()
+    assert client.ledger.statistics().charged == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bug"), KeyboardInterrupt()])
+def test_a_policy_that_fails_leaves_no_charge(
+    make_client: MakeClient, error: BaseException
+) -> None:
+    client = make_client(1, Scripted(0, fail=error))
+    with pytest.raises(type(error)) as caught:
+        client.place("r")
+    assert caught.value is error
+    assert client.ledger.statistics().inflight == 0
+
+
+def test_a_late_release_of_an_earlier_life_is_not_told_to_the_policy(
+    make_client: MakeClient,
+) -> None:
+    policy = Scripted(0)
+    client = make_client(1, policy)
+    placement = client.place("r")
+    client.view.replace(0, EngineId("e0", epoch=1))
+    assert client.dispatch.release(placement)
+    assert policy.heard == [("charge", "r", 0)]
+    assert client.ledger.audit() == ()
