@@ -36,15 +36,13 @@ def test_every_state_can_be_reached() -> None:
         assert request_in(state).state is state
 
 
-@pytest.mark.parametrize(("start", "end"), list(itertools.product(TRANSITIONS, STATES)), ids=str)
-def test_a_transition_is_in_the_table_or_raises_and_changes_nothing(
-    start: State, end: State
-) -> None:
-    request = request_in(start)
-    if end in TRANSITIONS[start]:
-        request.move_to(end)
-        assert request.state is end
-    else:
+def test_a_transition_is_in_the_table_or_raises_and_changes_nothing() -> None:
+    for start, end in itertools.product(TRANSITIONS, STATES):
+        request = request_in(start)
+        if end in TRANSITIONS[start]:
+            request.move_to(end)
+            assert request.state is end
+            continue
         with pytest.raises(InternalError, match=f"'r' cannot go from {start} to {end}") as caught:
             request.move_to(end)
         assert request.state is start
