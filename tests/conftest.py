@@ -35,14 +35,21 @@ def children() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
+def leaks(threads: set[threading.Thread], fds: set[str], processes: set[str]) -> list[str]:
+    """What is there now and was not before."""
+    kept = {fd for fd in open_fds() - fds if "eventpoll" not in fd and "socket:" not in fd}
+    return [
+        *(f"thread {thread.name}" for thread in own_threads() - threads),
+        *(f"child {pid}" for pid in children() - processes),
+        *(f"descriptor {fd}" for fd in kept),
+    ]
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    """Threads, file descriptors and children are as before; blocks and counts are `idle`'s job."""
-    gc.collect()
-    threads, fds, processes = own_threads(), open_fds(), children()
+    """Threads, descriptors and children are as before; blocks and counts are `check_idle`'s job."""
+    before = own_threads(), open_fds(), children()
     yield
-    gc.collect()
-    assert own_threads() <= threads
-    assert children() <= processes
-    leaked = {fd for fd in open_fds() - fds if "eventpoll" not in fd and "socket:" not in fd}
-    assert not leaked
+    if leaks(*before):
+        gc.collect()  # only when in doubt: it costs more than most tests
+    assert leaks(*before) == []

@@ -1,0 +1,73 @@
+"""Every example runs as a user would run it, and shows what it says it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *args: str) -> str:
+    """Standard output of an example; it must end well and complain of nothing."""
+    process = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / name, *args],
+        capture_output=True,
+        text=True,
+        timeout=15,
+        check=False,
+        env=os.environ | {"PYTHONPATH": ""},
+    )
+    assert process.stderr == ""
+    assert process.returncode == 0
+    return process.stdout
+
+
+def test_embedding_streams_one_answer_beside_another() -> None:
+    first, ended, meanwhile = run("embed.py").splitlines()
+    assert re.fullmatch(r"engine-\d: Once upon a time", first)
+    assert ended == "ended by stop"
+    assert re.fullmatch(r"meanwhile engine-\d answered 'A second request'", meanwhile)
+    assert first[:8] not in meanwhile
+
+
+def test_embedding_takes_a_config_file(tmp_path: Path) -> None:
+    config = tmp_path / "dpkit.toml"
+    config.write_text('[[engines]]\nname = "mine"\nmodel = "echo"\n')
+    assert run("embed.py", str(config), "hello").startswith("mine-0: hello")
+
+
+def test_cancelling_half_frees_the_ledger_at_once_and_the_engines_a_step_later() -> None:
+    lines = run("cancel_half.py").splitlines()
+    assert lines[0].endswith("in flight 8, running {'engine-0': 4, 'engine-1': 4}")
+    assert "in flight 4" in lines[1]
+    running = [int(count) for count in re.findall(r": (\d)[,}]", lines[2])]
+    assert "in flight 4" in lines[2]
+    assert sum(running) == 4
+    assert lines[3].endswith("in flight 0, running {'engine-0': 0, 'engine-1': 0}")
+
+
+def test_a_custom_model_is_named_in_the_config() -> None:
+    assert run("custom_model.py") == "engine-0: abcdefghijklmnopqrstuvwxyz\n"
+
+
+def test_a_custom_policy_keeps_each_tenant_on_one_engine() -> None:
+    lines = run("custom_policy.py").splitlines()
+    assert len(lines) == 3
+    assert all(re.fullmatch(r"\w+ +\{'engine-\d': 10\}", line) for line in lines)
+
+
+def test_statistics_can_be_watched_live() -> None:
+    out = run("watch_statistics.py")
+    assert re.search(r"engine-0: .* 8 running, KV \[#+ *\]", out)
+    assert out.endswith("done: 40 requests\n")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_every_example_is_tested(path: Path) -> None:
+    assert f'"{path.name}"' in Path(__file__).read_text()
