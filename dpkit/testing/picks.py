@@ -87,15 +87,14 @@ class Case:
             yield f"{place}: the ledger contradicts itself: {problem}"
 
     def _play(self, event: Pick | Finish | Snapshot) -> str | None:
-        match event:
-            case Pick():
-                return self._place(event)
-            case Finish():
-                for request_id in event.request_ids:
-                    if (ended := self.placements.pop(request_id, None)) is not None:
-                        self.dispatch.release(ended)
-            case Snapshot():
-                self.dispatch.on_snapshot(event)
+        if isinstance(event, Pick):
+            return self._place(event)
+        if isinstance(event, Snapshot):
+            self.dispatch.on_snapshot(event)
+            return None
+        for request_id in event.request_ids:
+            if (ended := self.placements.pop(request_id, None)) is not None:
+                self.dispatch.release(ended)
         return None
 
     def _place(self, pick: Pick) -> str | None:

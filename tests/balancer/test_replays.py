@@ -33,7 +33,7 @@ def run(tool: click.Command, path: Path) -> Result:
 
 
 class Alter(Protocol):
-    """Replays a copy of a recorded file, as plain JSON, whose cases were changed."""
+    """Replays a copy of a recorded file's first cases, as plain JSON, with a change."""
 
     def __call__(self, recorded: Path, change: Callable[[list[Any]], object]) -> Result:
         """Return how the tool of that file ended."""
@@ -42,7 +42,7 @@ class Alter(Protocol):
 @pytest.fixture
 def altered(tmp_path: Path) -> Alter:
     def alter(recorded: Path, change: Callable[[list[Any]], object]) -> Result:
-        cases = read_cases(recorded)
+        cases = read_cases(recorded)[:4]
         change(cases)
         path = tmp_path / "altered.json"
         path.write_text(json.dumps({"cases": cases}))
@@ -77,7 +77,7 @@ def test_one_altered_pick_is_found(altered: Alter) -> None:
     result = altered(PICKS, lambda cases: cases[3]["events"][0].update(engine=1))
     assert result.exit_code == 1
     assert result.output.splitlines() == [
-        "picks: 10 cases, 5300 events, 3088 picks: 1 differences, the first of them:",
+        "picks: 4 cases, 2000 events, 1185 picks: 1 differences, the first of them:",
         (
             "  cases[3].events[0]: r1 went to engine 0, the file says 1 "
             "(kv_pressure with score 0: 0 in flight, 0 waiting, 0 running, 0% of KV in use)"
