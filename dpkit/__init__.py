@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dpkit.config.schema import Config as Config
     from dpkit.errors import ClusterClosed as ClusterClosed
     from dpkit.errors import ClusterFailed as ClusterFailed
+    from dpkit.errors import ClusterNotStarted as ClusterNotStarted
     from dpkit.errors import ConfigError as ConfigError
     from dpkit.errors import DpkitError as DpkitError
     from dpkit.errors import EngineLost as EngineLost
@@ -52,6 +53,7 @@ _HOMES = {
     "Config": "config.schema",
     "ClusterClosed": "errors",
     "ClusterFailed": "errors",
+    "ClusterNotStarted": "errors",
     "ConfigError": "errors",
     "DpkitError": "errors",
     "EngineLost": "errors",

@@ -39,7 +39,7 @@ class ConfigError(DpkitError):
 
 
 class ModelNotFound(DpkitError):  # noqa: N818 - reads as what happened, like FileNotFoundError
-    """The model named in the config is not on this machine (yours); the message says how to get it."""
+    """The model named in the config is not here (yours); the message says how to get it."""
 
 
 class ModelUnsupported(DpkitError):  # noqa: N818
@@ -74,6 +74,10 @@ class ServiceFailed(DpkitError):  # noqa: N818
 
 class ClusterFailed(ServiceFailed):
     """A service of the cluster died, most often an engine; the message and the cause tell which."""
+
+
+class ClusterNotStarted(ClusterFailed):
+    """A service of the cluster died before all engines were ready; nothing was served."""
 
 
 class InternalError(DpkitError):

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dpkit.errors import ConfigError, DpkitError, ModelNotFound, ModelUnsupported
+from dpkit.errors import (
+    ClusterNotStarted,
+    ConfigError,
+    DpkitError,
+    ModelNotFound,
+    ModelUnsupported,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +91,7 @@ def _message(error: click.ClickException | DpkitError) -> str:
     context = getattr(error, "ctx", None)
     if isinstance(error, click.exceptions.NoArgsIsHelpError) or context is None:
         return error.format_message()
-    return f"error: {error.format_message()} See '{context.command_path} --help'."
+    return f"error: {error.format_message()}\nTry '{context.command_path} --help'."
 
 
 def _exit_code(error: click.ClickException | DpkitError) -> int:
@@ -93,7 +99,8 @@ def _exit_code(error: click.ClickException | DpkitError) -> int:
         return error.exit_code
     if isinstance(error, ConfigError):
         return USAGE
-    return NOT_STARTED if isinstance(error, ModelNotFound | ModelUnsupported) else FAILED
+    not_started = isinstance(error, ClusterNotStarted | ModelNotFound | ModelUnsupported)
+    return NOT_STARTED if not_started else FAILED
 
 
 def _reader_left() -> int:

@@ -1,0 +1,244 @@
+"""`dpkit run`: what comes out, in which order, with which exit code, whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dpkit.cli.main import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ECHO = '[[engines]]\nname = "echo"\ncount = 2\nmodel = "echo"\n'
+SLOW = '[[engines]]\nname = "slow"\nmodel = "cost:h100-8b"\n'
+
+CRASHING_MODEL = """
+from dpkit.engine.models.echo import EchoModel
+
+class Crashing(EchoModel):
+    def execute(self, batch, cache):
+        raise ZeroDivisionError("the GPU is on fire")
+
+class Unstartable(EchoModel):
+    def allocate(self, *, num_blocks, block_size):
+        raise MemoryError("no room for the cache")
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "dpkit.toml"
+    path.write_text(ECHO)
+    return str(path)
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Call with bytes: they are standard input, as a file."""
+    opened = []
+
+    def use(content: bytes) -> None:
+        path = tmp_path / "stdin"
+        path.write_bytes(content)
+        opened.append(path.open())
+        monkeypatch.setattr(sys, "stdin", opened[-1])
+
+    yield use
+    for file in opened:
+        file.close()
+
+
+def test_each_answer_comes_with_its_engine_in_the_order_of_the_prompts(config, capsys) -> None:
+    assert main(["run", config, "--prompt", "the longer first", "--prompt", "short"]) == 0
+    out = capsys.readouterr().out
+    first, second, table = out.split("\n\n", 2)
+    assert first.splitlines()[0] in {"[echo-0] the longer first", "[echo-1] the longer first"}
+    assert first.splitlines()[1] == "the longer first [stop]"
+    assert second.splitlines()[1] == "short [stop]"
+    assert first[:8] != second[:8]
+    assert table.split()[:6] == ["engine", "requests", "tokens", "peak", "KV", "preemptions"]
+    assert "all: 2 requests, 23 tokens, TTFT mean" in table
+
+
+def test_json_lines_come_in_order_of_completion_and_end_with_statistics(config, capsys) -> None:
+    prompts = ["--prompt", "the longer first", "--prompt", "short"]
+    assert main(["run", config, "--json", *prompts]) == 0
+    short, longer, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert list(short) == [
+        *("prompt", "text", "token_ids", "finish_reason", "engine", "ttft_s", "latency_s")
+    ]
+    assert [short["prompt"], longer["prompt"]] == ["short", "the longer first"]
+    assert short["token_ids"] == [*b"short", 256]
+    assert 0 <= short["ttft_s"] <= short["latency_s"]
+    engines = last["statistics"]["engines"]
+    assert [engine["engine"] for engine in engines] == ["echo-0", "echo-1"]
+    assert sum(engine["output_tokens"] for engine in engines) == 23
+    assert last["statistics"]["overall"]["requests"] == 2
+
+
+def test_prompts_are_read_from_stdin_a_line_each(config, capsys, stdin) -> None:
+    stdin(b"one\n\n  two  \nthree without an end")
+    assert main(["run", config, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()[:-1]]
+    assert {line["text"] for line in lines} == {"one", "two", "three without an end"}
+
+
+def test_no_prompts_at_all_is_said_and_is_no_failure(config, capsys, stdin) -> None:
+    stdin(b"\n\n")
+    assert main(["run", config]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "no prompts: give --prompt, or lines on standard input\n"
+    assert captured.out == ""
+
+
+def test_a_line_that_is_not_utf8_is_named_and_the_others_are_answered(
+    config, capsys, stdin
+) -> None:
+    stdin(b"good\n\xff\xfe\nnever sent\n")
+    assert main(["run", config]) == 1
+    captured = capsys.readouterr()
+    assert "good [stop]" in captured.out
+    assert captured.err.startswith("error: reading prompts: line 2 of stdin is not UTF-8")
+
+
+def test_a_refused_prompt_fails_alone(config, capsys) -> None:
+    assert main(["run", config, "--prompt", "", "--prompt", "fine"]) == 1
+    out = capsys.readouterr().out
+    assert "error: cannot serve request: the prompt is empty; give at least one token" in out
+    assert "fine [stop]" in out
+    assert "all: 2 requests, 1 failed, 5 tokens" in out
+
+
+def test_a_refused_prompt_is_a_json_line_with_its_error(config, capsys) -> None:
+    assert main(["run", config, "--json", "--prompt", ""]) == 1
+    line, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    assert line["finish_reason"] == "error"
+    assert "the prompt is empty" in line["error"]
+    assert line["text"] == ""
+
+
+def test_set_changes_a_key_for_this_run(config, capsys) -> None:
+    args = ["run", config, "--set", "engines.0.name=other", "--set", "engines.0.count=1"]
+    assert main([*args, "--prompt", "hi"]) == 0
+    assert capsys.readouterr().out.startswith("[other-0] hi\n")
+
+
+def test_max_tokens_bounds_the_answer(config, capsys) -> None:
+    assert main(["run", config, "--prompt", "abcdef", "--max-tokens", "3"]) == 0
+    assert "\nabc [length]\n" in capsys.readouterr().out
+
+
+def test_chat_puts_the_prompt_into_the_models_template(config, capsys) -> None:
+    assert main(["run", config, "--json", "--chat", "--prompt", "hi"]) == 0
+    line, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    assert line["prompt"] == "hi"
+    assert line["text"] == "user: hi\nassistant: "
+
+
+def test_a_bad_config_starts_nothing(tmp_path, capsys) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(ECHO.replace("count", "cuont"))
+    assert main(["run", str(path), "--prompt", "hi"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"{path}:3:1: engines.0.cuont: " in captured.err
+    assert "did you mean 'count'?" in captured.err
+
+
+def test_a_model_that_is_not_there_names_the_command_that_gets_it(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("DPKIT_CACHE", str(tmp_path))
+    path = tmp_path / "dpkit.toml"
+    path.write_text('[[engines]]\nmodel = "smollm2-135m"\n')
+    assert main(["run", str(path), "--prompt", "hi"]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "dpkit fetch smollm2-135m" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("model", "cause", "code"),
+    [
+        ("Crashing", "ZeroDivisionError: the GPU is on fire", 1),
+        ("Unstartable", "MemoryError: no room for the cache", 3),
+    ],
+)
+def test_an_engine_that_fails_gives_a_message_and_no_traceback(
+    model, cause, code, tmp_path, capsys, monkeypatch
+) -> None:
+    (tmp_path / "crashing_model.py").write_text(CRASHING_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "dpkit.toml"
+    path.write_text(ECHO.replace('model = "echo"', f'model = "crashing_model:{model}"'))
+    assert main(["run", str(path), "--prompt", "hi"]) == code
+    captured = capsys.readouterr()
+    assert re.search(f"error: engine echo-[01] failed: {cause}", captured.err)
+    assert "Traceback" not in captured.err
+
+
+# Real processes from here on: signals and pipes are theirs.
+
+
+def start(tmp_path: Path, toml: str, *args: str, **kwargs) -> subprocess.Popen[str]:
+    path = tmp_path / "dpkit.toml"
+    path.write_text(toml)
+    return subprocess.Popen(
+        [sys.executable, "-m", "dpkit", "run", path, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_cleanly(tmp_path, signum, code) -> None:
+    with start(tmp_path, SLOW, "--prompt", "endless", "--max-tokens", "100000") as process:
+        assert process.stdout is not None
+        assert process.stdout.read(20).startswith("[slow-0] endless\n")
+        process.send_signal(signum)
+        assert process.wait() == code
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_a_signal_ends_a_run_that_waits_for_stdin(tmp_path) -> None:
+    with start(tmp_path, ECHO, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        assert process.stdout.readline().startswith("[echo-")
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+
+
+def test_answers_come_while_stdin_is_still_open(tmp_path) -> None:
+    with start(tmp_path, ECHO, "--json", stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for prompt in ("first", "second"):
+            process.stdin.write(f"{prompt}\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["text"] == prompt
+        process.stdin.close()
+        assert "statistics" in json.loads(process.stdout.readline())
+        assert process.wait() == 0
+
+
+def test_a_reader_that_leaves_ends_the_run_in_silence(tmp_path) -> None:
+    with start(tmp_path, SLOW, "--prompt", "endless", "--max-tokens", "100000") as process:
+        assert process.stdout is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.wait() == 1
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
