@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from dpkit.config.structure import Problem
 
 
+_BOM = "\ufeff"  # the byte order mark that some editors put in front
+
+
 def load_config(path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> Config:
     """Read a config file.
 
@@ -66,9 +69,9 @@ def _read(filename: str) -> str:
     except OSError as error:
         raise ConfigError([f"{filename}: cannot be read: {error.strerror}"]) from None
     try:
-        return data.decode("utf-8-sig")  # some editors put a byte order mark in front
+        return data.decode().removeprefix(_BOM)
     except UnicodeDecodeError as error:
-        before = data[: error.start].decode("utf-8-sig")
+        before = data[: error.start].decode().removeprefix(_BOM)
         place = f"{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
         message = f"not UTF-8: byte 0x{data[error.start]:02x}; save the file as UTF-8"
         raise ConfigError([f"{filename}:{place}: {message}"]) from None
@@ -78,11 +81,13 @@ def _parse(text: str, filename: str) -> dict[str, Any]:
     try:
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        problem = f"{filename}:{error.lineno}:{error.colno}: not valid TOML: {error.msg}"
+        # tomli says "Cannot overwrite", "Cannot declare ... twice": about a key it has seen before.
+        hint = "; is it there twice?" if error.msg.startswith("Cannot") else ""
+        problem = f"{filename}:{error.lineno}:{error.colno}: not valid TOML: {error.msg}{hint}"
     except RecursionError:
         problem = f"{filename}: not valid TOML: arrays or tables are nested too deeply"
-    except ValueError as error:  # an integer of more than 4,300 digits
-        problem = f"{filename}: not valid TOML: {error}"
+    except ValueError:  # Python's limit of 4,300 digits; TOML's is 64 bits
+        problem = f"{filename}: not valid TOML: an integer of thousands of digits"
     raise ConfigError([problem])
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     Path = tuple[str | int, ...]
     Table = Mapping[str, Any]
+    Groups = Sequence[tuple[int, Table]]
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -34,41 +35,45 @@ class Conflict(ConfigError):  # noqa: N818 - reads as what happened, like the ot
 
 
 def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
-    """Where and how the keys of a config contradict one another; an absent key is None."""
-    groups: Sequence[Table] = config.get("engines", ())
-    for index, group in enumerate(groups):
-        yield from _of_group(group, ("engines", index))
+    """Where and how the keys of a config contradict one another.
+
+    None stands for a value that was not given, or that was wrong: nothing follows from either.
+    """
+    groups = [item for item in enumerate(config.get("engines") or ()) if item[1] is not None]
+    for index, group in groups:
+        yield from _pool_size_twice(group.get("kv") or {}, ("engines", index, "kv"))
+        yield from _too_small_a_step(group.get("scheduler") or {}, ("engines", index, "scheduler"))
     yield from _same_name(groups)
     yield from _other_model(groups)
 
 
-def _of_group(group: Table, at: Path) -> Iterator[tuple[Path, str]]:
-    kv, scheduler = group.get("kv", {}), group.get("scheduler", {})
+def _pool_size_twice(kv: Table, at: Path) -> Iterator[tuple[Path, str]]:
     if kv.get("num_blocks") is not None and kv.get("memory") is not None:
         message = "num_blocks already gives the size of the pool; keep one of the two"
-        yield (*at, "kv", "memory"), message
+        yield (*at, "memory"), message
+
+
+def _too_small_a_step(scheduler: Table, at: Path) -> Iterator[tuple[Path, str]]:
     seqs, tokens = scheduler.get("max_num_seqs"), scheduler.get("max_num_batched_tokens")
     if seqs is not None and tokens is not None and tokens < seqs:
         message = f"must be at least max_num_seqs ({seqs}), got {tokens}"
-        yield (
-            (*at, "scheduler", "max_num_batched_tokens"),
-            f"{message}: each running request takes a token a step",
-        )
+        why = "each running request takes a token a step"
+        yield (*at, "max_num_batched_tokens"), f"{message}: {why}"
 
 
-def _same_name(groups: Sequence[Table]) -> Iterator[tuple[Path, str]]:
+def _same_name(groups: Groups) -> Iterator[tuple[Path, str]]:
     seen: dict[str, int] = {}
-    for index, group in enumerate(groups):
+    for index, group in groups:
         name = group.get("name", "engine")
-        first = seen.setdefault(name, index)
+        first = index if name is None else seen.setdefault(name, index)
         if first != index:
             message = f"{quote(name)} is the name of engines.{first} already"
             yield ("engines", index, "name"), f"{message}; give each group its own"
 
 
-def _other_model(groups: Sequence[Table]) -> Iterator[tuple[Path, str]]:
+def _other_model(groups: Groups) -> Iterator[tuple[Path, str]]:
     """Requests go to any engine; presets may differ, for they differ in speed only."""
-    named = [(index, group["model"]) for index, group in enumerate(groups) if "model" in group]
+    named = [(index, group["model"]) for index, group in groups if group.get("model") is not None]
     for index, model in named[1:]:
         first, expected = named[0]
         if _family(model) != _family(expected):

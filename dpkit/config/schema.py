@@ -7,7 +7,7 @@ Python passes the same checks as a file and raises the same `ConfigError`.
 
 # No `from __future__ import annotations`: cattrs reads these annotations at run time.
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 import attrs
@@ -16,7 +16,7 @@ from attrs.validators import optional
 
 from dpkit.config.checks import at_least_one_table, between, made_of, model_name, policy_name
 from dpkit.config.rules import Conflict, conflicts
-from dpkit.config.units import Bytes, Seconds, show_duration
+from dpkit.config.units import Bytes, Seconds, show_duration, show_size
 from dpkit.names import EngineKind, PolicyName
 
 
@@ -77,7 +77,7 @@ class KvConfig:
     )
     memory: Bytes | None = field(
         default=None,  # the model's suggestion
-        validator=optional(between(1, 2**50)),  # 1 PiB: more is a slip of the unit
+        validator=optional(between(1, 2**50, show=show_size)),  # more is a slip of the unit
     )
     prefix_cache: bool = True  # a hit saves its prefill, a miss costs one hash a block
 
@@ -133,12 +133,17 @@ class LogConfig:
     level: LogLevel = LogLevel.WARNING  # quiet while all is well
 
 
+def _tuple(groups: Iterable[EngineGroupConfig]) -> tuple[EngineGroupConfig, ...]:
+    """Typed, so that a checker lets a list stand for the tuple."""
+    return tuple(groups)
+
+
 @frozen(kw_only=True)
 class Config:
     """The whole file."""
 
     cluster: ClusterConfig = field(factory=ClusterConfig)
-    engines: tuple[EngineGroupConfig, ...] = field(converter=tuple, validator=at_least_one_table)
+    engines: tuple[EngineGroupConfig, ...] = field(converter=_tuple, validator=at_least_one_table)
     coordinator: CoordinatorConfig = field(factory=CoordinatorConfig)
     balancer: BalancerConfig = field(factory=BalancerConfig)
     log: LogConfig = field(factory=LogConfig)

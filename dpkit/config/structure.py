@@ -6,10 +6,9 @@ and no key is ignored. Knows paths of keys, not where they stand in a text.
 
 from __future__ import annotations
 
-import copy
 import enum
 import operator
-from functools import cache, partial
+from functools import cache, partial, reduce
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -31,7 +30,7 @@ from dpkit.config.schema import Config, walk
 from dpkit.config.units import Bytes, Seconds, parse_duration, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from dpkit.config.rules import Path
 
@@ -52,8 +51,8 @@ def structure(tables: dict[str, Any]) -> Config | list[Problem]:
         return _converter().structure(tables, Config)
     except ClassValidationError as error:
         problems = list(_problems(error))
-        rest = _without(tables, [problem.path for problem in problems])
-        found = (Problem(path=path, message=message) for path, message in conflicts(rest))
+        right = reduce(_blanked, [problem.path for problem in problems], tables)
+        found = (Problem(path=path, message=message) for path, message in conflicts(right))
         return [*problems, *found]
 
 
@@ -73,14 +72,11 @@ def _problems(error: Exception, path: Path = ()) -> Iterator[Problem]:
 
 def _step(error: Exception) -> Path:
     """The key or index that cattrs noted; nothing for an error of the table itself."""
-    for note in getattr(error, "__notes__", ()):
-        if isinstance(note, AttributeValidationNote):
-            return (note.name,)
-        if isinstance(note, IterableValidationNote):
-            return (
-                int(note.index),
-            )  # text stands there for mappings only, and the schema has none
-    return ()
+    note = next(iter(getattr(error, "__notes__", ())), None)
+    if isinstance(note, AttributeValidationNote):
+        return (note.name,)
+    # The index is an int but for mappings, and the schema has none.
+    return (int(note.index),) if isinstance(note, IterableValidationNote) else ()
 
 
 def _unknown_key(key: str, table: type) -> str:
@@ -92,22 +88,19 @@ def _unknown_key(key: str, table: type) -> str:
 
 
 def _missing_key(path: Path) -> str:
-    example = "[[engines]]" if path == ("engines",) else 'model = "smollm2-135m"'
-    return f"missing; write for example {example}"
+    if path == ("engines",):
+        return "missing; at least one [[engines]] table is needed"
+    return 'missing; write for example model = "smollm2-135m"'
 
 
-def _without(tables: dict[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
-    """A copy that lacks what stands at the paths; a table of an array leaves an empty one."""
-    rest = copy.deepcopy(tables)
-    for *parents, last in paths:
-        place: Any = rest
-        for step in parents:
-            place = place.get(step, {}) if isinstance(place, dict) else place[step]
-        if isinstance(last, int):
-            place[last] = {}
-        else:
-            place.pop(last, None)
-    return rest
+def _blanked(place: Any, path: Path) -> Any:
+    """A copy with None at the path; what lies beside the path is shared."""
+    if not path:
+        return None
+    step, rest = path[0], path[1:]
+    copy = place.copy()
+    copy[step] = _blanked(place[step] if rest else None, rest)
+    return copy
 
 
 @cache

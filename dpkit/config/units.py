@@ -7,16 +7,20 @@ one where time or memory is meant.
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from dpkit.config.checks import BadValue, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Seconds = Annotated[float, "seconds"]
 Bytes = Annotated[int, "bytes"]
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BYTES = _DECIMAL | {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BYTES = _DECIMAL | _BINARY
 # Fifteen digits fit a double exactly: no rounding surprises, no overflow.
 _QUANTITY = re.compile(r"(\d{1,15}|\d{1,8}\.\d{1,7}) ?([A-Za-z]+)", re.ASCII)
 
@@ -41,11 +45,23 @@ def parse_size(raw: object) -> int:
 
 
 def show_duration(seconds: float) -> str:
-    """The shortest text that `parse_duration` reads back."""
-    return f"{seconds * 1e3:g}ms" if 0 < seconds < 1 else f"{seconds:g}s"
+    """A duration as a file would have it: ``"100ms"``, ``"90s"``, ``"1h"``."""
+    return f"{seconds * 1e3:g}ms" if 0 < seconds < 1 else _show(seconds, _SECONDS, "s")
 
 
-def _parse(raw: object, units: dict[str, float] | dict[str, int], expected: str) -> float:
+def show_size(size: int) -> str:
+    """A size as a file would have it: ``"512MiB"``, ``"1000B"``."""
+    return _show(size, {"B": 1} | _BINARY, "B")
+
+
+def _show(amount: float, units: Mapping[str, float], base: str) -> str:
+    """In the largest unit of which there is a whole number."""
+    whole = [unit for unit in units if amount >= units[unit] and amount % units[unit] == 0]
+    unit = whole[-1] if whole and amount else base
+    return f"{amount / units[unit]:.15g}{unit}"
+
+
+def _parse(raw: object, units: Mapping[str, float], expected: str) -> float:
     match = _QUANTITY.fullmatch(raw) if isinstance(raw, str) else None
     if match is None or match[2] not in units:
         raise BadValue(f"expected {expected}, got {describe(raw)}")

@@ -1,0 +1,17 @@
+"""Shared by the config tests: the example file with every key written out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "dpkit.toml"
+
+
+@pytest.fixture(scope="session")
+def full_example() -> str:
+    """dpkit.toml with all its commented keys taken in, but for `memory`: it excludes num_blocks."""
+    text = re.sub(r"^# (\[|[a-z_]+ = )", r"\1", EXAMPLE.read_text(), flags=re.MULTILINE)
+    return re.sub(r"^memory = ", "# memory = ", text, flags=re.MULTILINE)
