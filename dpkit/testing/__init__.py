@@ -1,4 +1,4 @@
-"""Tools for whoever tests dpkit or builds on it: replays of recorded behaviour, as modules to run.
+"""Tools for whoever tests dpkit or builds on it; those that compare recordings run as modules.
 
 Nothing in dpkit imports this package.
 """

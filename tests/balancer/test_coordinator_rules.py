@@ -166,6 +166,12 @@ def test_stats_of_an_engine_that_just_left_are_counted_and_ignored(index: int) -
     assert waiting(rules.publish(0.1)) == [1, 0]
 
 
+def test_any_message_starts_the_floor_anew_even_one_that_is_ignored() -> None:
+    rules = lockstep()
+    rules.on_stats(4.98, stats(2, waiting=9))
+    assert rules.due(4.98) == pytest.approx(0.05)
+
+
 def started(wave: int, *, running: bool) -> CoordinatorRules:
     """Rules whose current wave is `wave`."""
     rules = lockstep()

@@ -22,8 +22,8 @@ class KvPressure(Policy):
     """Lowest `max(clients * in-flight, waiting + running) + waiting * penalty(KV)`; ties rotate."""
 
     kv_weight: float = 6.0
-    """Penalty per waiting request and unit of KV use above the threshold. vLLM: 6.0, which
-    makes it 3 at a full cache: a queue there is one that preemption will not let move."""
+    """Penalty per waiting request and unit of KV use above the threshold. vLLM: 6.0, so that a
+    full cache adds three times its queue."""
 
     kv_threshold: float = 0.5
     """Share of KV blocks below which a queue is only a queue. vLLM: 0.5."""
@@ -65,7 +65,6 @@ class KvPressure(Policy):
 
     def _scan_start(self, view: LoadView) -> int:
         """Clients begin spread over the engines, so that their first picks differ."""
-        count = len(view.engines)
         if self._start is None:
-            return count * view.client_index // view.client_count
-        return self._start % count
+            return len(view.engines) * view.client_index // view.client_count
+        return self._start

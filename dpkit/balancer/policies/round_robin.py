@@ -24,10 +24,9 @@ class RoundRobin(Policy):
 
     def pick(self, request: GenerateRequest, view: LoadView) -> int:  # noqa: ARG002 - turns decide
         """The engine whose turn it is."""
-        count = len(view.engines)
         if self._next is None:
-            return count * view.client_index // view.client_count
-        return self._next % count
+            return len(view.engines) * view.client_index // view.client_count
+        return self._next
 
     def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
         """Pass the turn on; a pinned request takes no turn."""
