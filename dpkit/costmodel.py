@@ -23,13 +23,16 @@ class StepCost:
 
     A step of `n` decodes and `T` prefill tokens, `K` the sum of the decodes' contexts, takes
 
-        weights = a + e * (1 - (1 - k/E) ** (n + T))
-        compute = a2 + b * (n + T)
+        touched = 1 - (1 - k/E) ** (n + T)                          of the experts; dense: 1
+        weights = a + e * touched
+        compute = a2 * touched + b * (n + T)
         context = d * K + q * sum(prefill tokens * their context)
         step    = max(weights, compute) + c * n + context + host
 
     The weights are read once however many tokens share them, so few tokens cost `weights` and many
-    cost `compute`; a plain sum of the two overcharges small chunks by up to half.
+    cost `compute`; a plain sum of the two overcharges small chunks by up to half. For a mixture of
+    experts a2 was measured with all experts touched and is mostly the reading of them; taken whole
+    it would hide e, and a lone decode would cost four times what it does.
     """
 
     a_ms: float  # reading the weights
@@ -39,7 +42,7 @@ class StepCost:
     q_ns: float  # attention of one prefill token to one token of context
     a2_ms: float = 0.0  # floor of a compute-bound step
     e_ms: float = 0.0  # mixture of experts only: reading all experts
-    experts: tuple[int, int] = (0, 1)  # k of E experts a token; tokens of a step touch ever more
+    experts: tuple[int, int] = (1, 1)  # k of E a token; the tokens of a step touch ever more
     host_ms: float = 0.0  # what the serving loop adds to the kernels
 
     def seconds(
@@ -55,8 +58,9 @@ class StepCost:
         """
         tokens = decodes + prefill_tokens
         chosen, total = self.experts
-        weights_ms = self.a_ms + self.e_ms * (1.0 - (1.0 - chosen / total) ** tokens)
-        compute_ms = self.a2_ms + self.b_us * tokens / 1e3
+        touched = 1.0 - (1.0 - chosen / total) ** tokens
+        weights_ms = self.a_ms + self.e_ms * touched
+        compute_ms = self.a2_ms * touched + self.b_us * tokens / 1e3
         context_ms = (self.d_ns * decode_context + self.q_ns * prefill_context) / 1e6
         bound_ms = max(weights_ms, compute_ms)
         return (bound_ms + self.c_us * decodes / 1e3 + context_ms + self.host_ms) / 1e3

@@ -72,11 +72,6 @@ class Request:
         """Tokens sampled so far."""
         return len(self.token_ids) - len(self.ask.prompt_token_ids)
 
-    @property
-    def is_decoding(self) -> bool:
-        """Only the token sampled last is not computed yet."""
-        return self.num_computed + 1 == len(self.token_ids) > len(self.ask.prompt_token_ids)
-
     def move_to(self, state: State) -> None:
         """Change state.
 

@@ -4,15 +4,17 @@ Knows requests, blocks and limits; nothing of models, time or tasks. Owns every 
 until it ends, and the block pool. Between `schedule` and `apply` a step is in flight: requests may
 come and go, but its blocks stay held.
 
-Three rules carry all the promises:
+Four rules carry all the promises:
 
-* Everything older goes first. `running` and `waiting` are each in order of arrival, and everything
-  that runs is older than everything that waits: a request is admitted only from the head of
-  `waiting`, and the newest running one is preempted, back to that head.
+* Older goes first. `running` and `waiting` are each in order of arrival, and whatever runs is older
+  than whatever waits: a request is admitted only from the head of `waiting`, and it is the newest
+  running one that is preempted, back to that head.
 * A request is admitted only when *all* of its tokens fit in free blocks (as vLLM does), and holds
   them from then on. So only decodes ever need a block more, at most one each.
 * The newest running request always holds a block that nobody shares (no prefix hit covers a whole
   request), so each missing block costs one preemption, and the oldest always advances.
+* Only an exhausted budget cuts a prompt short, and then nothing more is admitted. So at most one
+  prefill is unfinished, the newest request's, and whatever runs is in every batch: decodes first.
 """
 
 from __future__ import annotations
@@ -101,27 +103,17 @@ class Scheduler:
         if self._batch is not None:
             raise InternalError("schedule() was called while a step is in flight; apply it first")
         plan = _Plan(self.limits.max_num_batched_tokens)
-        self._plan_decodes(plan)
-        self._plan_prefills(plan)
+        self._plan_running(plan)
         self._plan_admissions(plan)
         self._step = plan.decodes | plan.prefills
         self.counters.peak_kv_usage = max(self.counters.peak_kv_usage, self.pool.usage)
         self._batch = Batch(rows=tuple(self._step.values())) if self._step else None
         return self._batch
 
-    def _plan_decodes(self, plan: _Plan) -> None:
+    def _plan_running(self, plan: _Plan) -> None:
         for request in tuple(self.running.values()):
-            if plan.budget == 0:
-                return
-            runs = request.state is Unfinished.RUNNING  # still: a step may preempt many
-            if runs and request.is_decoding and self._grow(request, plan):
-                plan.take(request)
-
-    def _plan_prefills(self, plan: _Plan) -> None:
-        for request in self.running.values():
-            if plan.budget == 0:
-                return
-            if request not in plan.decodes:
+            still_runs = request.state is Unfinished.RUNNING  # not preempted by an older one
+            if still_runs and self._grow(request, plan):
                 plan.take(request)
 
     def _plan_admissions(self, plan: _Plan) -> None:
@@ -140,8 +132,8 @@ class Scheduler:
     def _grow(self, request: Request, plan: _Plan) -> bool:
         """Hold a block for one more token, at the cost of newer requests or of this one itself.
 
-        Decodes are planned from the oldest to the newest and before all else, so a victim is not in
-        the plan yet and has no share of the budget to give back.
+        Whoever runs is planned from the oldest to the newest, before any admission, so a victim is
+        not in the plan yet and has no share of the budget to give back.
         """
         if len(request.token_ids) <= len(request.block_ids) * self.limits.block_size:
             return True

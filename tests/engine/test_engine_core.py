@@ -126,7 +126,7 @@ def test_no_more_than_max_num_seqs_run(make_core: MakeCore, ask: Ask) -> None:
     run(core)
 
 
-def test_more_decodes_than_budget_are_served_oldest_first(make_core: MakeCore, ask: Ask) -> None:
+def test_no_more_run_than_the_budget_has_tokens(make_core: MakeCore, ask: Ask) -> None:
     core = make_core(max_num_batched_tokens=2)
     asked = [ask(f"r{i}", 1, max_tokens=3) for i in range(4)]
     for request in asked:

@@ -28,7 +28,7 @@ def test_a_hash_depends_on_tokens_parent_and_salt() -> None:
 def test_a_hash_is_the_same_in_every_process() -> None:
     code = "from dpkit.hashing import *; print(block_hash(root_hash('s'), [7, 2**31 - 1]).hex())"
     environment = os.environ | {"PYTHONHASHSEED": "1"}
-    other = subprocess.run(  # noqa: S603 - our own code
+    other = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert other.stdout.strip() == block_hash(root_hash("s"), [7, 2**31 - 1]).hex()

@@ -146,8 +146,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert not self.alive
             return
         rows = self.batch.rows
-        assert next(iter(self.alive)) in {row.request_id for row in rows}  # the oldest advances
-        assert len({row.request_id for row in rows}) == len(rows) <= self.limits.max_num_seqs
+        running = self.core._scheduler.running
+        assert {row.request_id for row in rows} == set(running)  # whoever runs advances,
+        assert next(iter(self.alive)) in running  # and that is at least the oldest
+        assert len(rows) == len(running) <= self.limits.max_num_seqs
+        assert all(len(row.token_ids) > 0 for row in rows)
         assert sum(len(row.token_ids) for row in rows) <= self.limits.max_num_batched_tokens
         decodes = [row.is_decode for row in rows]
         assert decodes == sorted(decodes, reverse=True)

@@ -34,7 +34,7 @@ class CostModel(Model):
         if preset not in PRESETS:
             near = difflib.get_close_matches(preset, PRESETS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ModelNotFound(f"no cost preset {preset!r}; {hint}There are: {', '.join(PRESETS)}")
+            raise ModelNotFound(f"no cost preset {preset!r}; {hint}there are: {', '.join(PRESETS)}")
         found = PRESETS[preset]
         self.cost = found.cost
         self.spec = ModelSpec(
