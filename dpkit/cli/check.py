@@ -10,7 +10,7 @@ from dpkit.config.load import load_config
 from dpkit.errors import ConfigError
 
 
-@click.command()
+@click.command("check")
 @click.argument("file", default="dpkit.toml", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

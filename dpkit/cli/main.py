@@ -71,10 +71,16 @@ def dpkit() -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 good, 1 failed, 2 bad config or usage, 3 not started."""
     try:
-        code = dpkit.main(args, prog_name="dpkit", standalone_mode=False)
+        code = _run(args)
         sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
     except BrokenPipeError:
         return _reader_left()
+    return code
+
+
+def _run(args: Sequence[str] | None) -> int:
+    try:
+        code = dpkit.main(args, prog_name="dpkit", standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except (click.ClickException, DpkitError) as error:
@@ -88,10 +94,11 @@ def _message(error: click.ClickException | DpkitError) -> str:
         return str(error)  # its lines begin with their own places
     if isinstance(error, DpkitError):
         return f"error: {error}"
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return error.format_message()  # the help itself
     context = getattr(error, "ctx", None)
-    if isinstance(error, click.exceptions.NoArgsIsHelpError) or context is None:
-        return error.format_message()
-    return f"error: {error.format_message()}\nTry '{context.command_path} --help'."
+    hint = f"\nTry '{context.command_path} --help'." if context else ""
+    return f"error: {error.format_message()}{hint}"
 
 
 def _exit_code(error: click.ClickException | DpkitError) -> int:

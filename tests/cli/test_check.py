@@ -1,0 +1,76 @@
+"""`dpkit check`: what it prints, where, and its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpkit.cli.main import main
+
+if TYPE_CHECKING:
+    import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "dpkit.toml"
+BAD = Path(__file__).parents[1] / "config" / "bad"
+
+
+def test_good_file_is_summed_up_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(EXAMPLE)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{EXAMPLE}: ok: 2 engines of smollm2-135m, policy kv_pressure\n"
+    assert not err
+
+
+def test_default_file_is_the_one_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["check"]) == 2
+    Path("dpkit.toml").write_text('[[engines]]\nmodel = "echo"\n')
+    assert main(["check"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "dpkit.toml: ok: 1 engine of echo, policy kv_pressure\n"
+    assert err == "dpkit.toml: no such file; name one, or write dpkit.toml\n"
+
+
+def test_every_problem_goes_to_stderr_with_exit_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(BAD)
+    assert main(["check", "rules_beside_errors.toml"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err == (BAD / "rules_beside_errors.expected").read_text()
+
+
+def test_overrides_are_checked_with_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--set", "engines.smol.count=4", "--set", "balancer.policy=round_robin"]
+    assert main(["check", str(EXAMPLE), *flags]) == 0
+    assert "ok: 4 engines of smollm2-135m, policy round_robin" in capsys.readouterr().out
+    assert main(["check", str(EXAMPLE), "--set", "engines.smol.count=no"]) == 2
+    assert capsys.readouterr().err == (
+        "--set engines.smol.count=no: engines.0.count: expected an integer, got 'no' (a string)\n"
+    )
+
+
+def test_json_is_one_object_good_or_bad(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(BAD)
+    assert main(["check", str(EXAMPLE), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "file": str(EXAMPLE),
+        "ok": True,
+        "engines": 2,
+        "models": ["smollm2-135m"],
+        "policy": "kv_pressure",
+    }
+    assert main(["check", "budget.toml", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "file": "budget.toml",
+        "ok": False,
+        "problems": Path("budget.expected").read_text().splitlines(),
+    }
+    assert not err

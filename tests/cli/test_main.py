@@ -1,0 +1,166 @@
+"""The `dpkit` command itself: lazy commands, exit codes, and how a mistake is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from dpkit import errors
+from dpkit.cli import main as cli
+from dpkit.cli.main import main
+from dpkit.messages import EngineId
+
+EXAMPLE = Path(__file__).parents[2] / "dpkit.toml"
+HEAVY = {"torch", "zmq", "trio", "numpy", "transformers", "rich"}
+
+
+def _python(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *args]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    return subprocess.run(command, text=True, check=False, timeout=15, env=environment, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def _imported_by(*args: str) -> set[str]:
+    code = "import sys; from dpkit.cli.main import main; main(sys.argv[1:]); print(*sys.modules)"
+    done = _python("-c", code, *args, stdout=subprocess.PIPE)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["check", str(EXAMPLE)]])
+def test_light_commands_import_nothing_heavy(args: list[str]) -> None:
+    modules = _imported_by(*args)
+    assert "dpkit.cli.main" in modules
+    assert not modules & HEAVY
+
+
+def test_help_imports_no_command_and_no_config_reader() -> None:
+    modules = _imported_by("--help")
+    assert not {name for name in modules if name.startswith("dpkit.")} - {
+        "dpkit.cli",
+        "dpkit.cli.main",
+        "dpkit.errors",
+    }
+    assert not modules & {"attrs", "cattrs", "tomli", "difflib", "hashlib", "ssl"}
+
+
+def test_help_lists_every_command_with_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    context = click.Context(cli.dpkit)
+    for name in cli.dpkit.list_commands(context):
+        command = cli.dpkit.get_command(context, name)
+        assert isinstance(command, click.Command)
+        assert command.name == name
+        assert command.help
+        assert f"\n  {name} " in out
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    done = _python("-m", "dpkit", "check", str(EXAMPLE), capture_output=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"{EXAMPLE}: ok: ")
+
+
+def test_no_command_shows_the_help_as_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("Usage: dpkit [OPTIONS] COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["chek"], "No such command 'chek'. Did you mean 'check'?\nTry 'dpkit --help'."),
+        (["zzz"], "No such command 'zzz'. Commands: run, check, fetch.\nTry 'dpkit --help'."),
+        (["check", "a", "b"], "Got unexpected extra argument (b)\nTry 'dpkit check --help'."),
+    ],
+)
+def test_usage_error_says_what_to_try(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (errors.ConfigError(["f:1:2: a: bad", "f:3:4: b: bad"]), 2, "f:1:2: a: bad\nf:3:4: b: bad"),
+        (errors.ModelNotFound("no model x; try dpkit fetch x"), 3, "error: no model x; try dpkit"),
+        (errors.ModelUnsupported("no rope scaling"), 3, "error: no rope scaling"),
+        (errors.EngineLost("gone", engine=EngineId("a-0")), 1, "error: gone"),
+        (click.ClickException("no network"), 1, "error: no network"),
+        (KeyboardInterrupt(), 130, ""),
+        (click.Abort(), 130, ""),
+    ],
+)
+def test_what_went_wrong_becomes_a_message_and_a_code(
+    error: BaseException,
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @click.command()
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "dpkit", fails)
+    assert main([]) == code
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.strip().startswith(message)
+    assert "Traceback" not in err
+
+
+def test_a_commands_own_exit_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "dpkit", click.Command("seven", callback=lambda: 7))
+    assert main([]) == 7
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "dpkit", broken)
+    with pytest.raises(ZeroDivisionError):
+        main([])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "sys.exit(main(['check', FILE]))",
+        "sys.stdout.write('unflushed'); sys.exit(main(['check', FILE, '--set', 'x']))",
+    ],
+)
+def test_a_reader_that_left_is_no_error_message(code: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    prelude = f"import sys; from dpkit.cli.main import main; FILE = {str(EXAMPLE)!r}; "
+    try:
+        done = _python("-c", prelude + code, stdout=writer, stderr=subprocess.PIPE)
+    finally:
+        os.close(writer)
+    assert done.returncode == 1
+    assert "Broken" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_a_command_works_is_130() -> None:
+    code = (
+        "import os, signal, sys, click\n"
+        "from dpkit.cli import main as cli\n"
+        "kill = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        "cli.dpkit = click.Command('stuck', callback=kill)\n"
+        "sys.exit(cli.main([]))\n"
+    )
+    done = _python("-c", code, capture_output=True)
+    assert done.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in done.stderr
