@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_TENSORS = {
+TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -199,6 +199,6 @@ def _hf_name(name: str) -> str:
     """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`; unknown names stay."""
     if (layer := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\w+)", name)) is not None:
         number, part, kind = layer.groups()
-        return f"model.layers.{number}.{_TENSORS.get(part, part)}.{kind}"
+        return f"model.layers.{number}.{TENSOR_NAMES.get(part, part)}.{kind}"
     part, _, kind = name.rpartition(".")
-    return f"{_TENSORS.get(part, part)}.{kind}"
+    return f"{TENSOR_NAMES.get(part, part)}.{kind}"

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 # which no batch shares, costs more than the weights.
 _MAX_NUM_SEQS = 32
 
-# A prefill's tokens per second stop rising at about this many, and every decode waits so long.
-_MAX_NUM_BATCHED_TOKENS = 512
+# On a CPU a longer prefill is no faster per token, and every decode of its step waits for it.
+_MAX_NUM_BATCHED_TOKENS = 256
 
 # 32 requests of 256 tokens, or one of SmolLM2's whole context: 377 MB of its KV in float32, which
 # the kernel hands out as they are first written to.

@@ -94,7 +94,7 @@ def _race(values: Tensor, tokens: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _narrow(values: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, list[bool]]:
-    """The best few of each row with what is filtered out at -inf, their tokens, and if that's all."""
+    """The best of each row, what is filtered out at -inf; their tokens; whether that is all."""
     best, tokens = values.topk(min(_WIDTH, values.shape[-1]))
     least = _least_kept(best, values.logsumexp(-1, keepdim=True), draws)
     complete: list[bool] = (best[:, -1:] < least)[:, 0].tolist()
