@@ -154,10 +154,11 @@ def keep_a_stale_hash(pool: BlockPool) -> None:
 @pytest.mark.parametrize(
     ("damage", "tables", "message"),
     [
-        (leak, [], "block 3 counts 1 holders, has 0"),
-        (free_while_held, [[0]], "block 0 has 1 holders and is in the wrong list"),
-        (lose_a_free_block, [], "block 3 has 0 holders and is in the wrong list"),
-        (forget_a_hash, [], "block 0 is not found by its own hash"),
+        (leak, [], "free=3/4 findable=3>: 0 blocks have holders; the rest must be free"),
+        (free_while_held, [[0]], "block 0 has 1 holders and is not so kept"),
+        (free_while_held, [], "0 blocks have holders; the rest must be free"),
+        (lose_a_free_block, [], "0 blocks have holders; the rest must be free"),
+        (forget_a_hash, [], "a block bears a hash that does not lead to it"),
         (keep_a_stale_hash, [], "a hash leads to a block that does not bear it"),
     ],
 )
