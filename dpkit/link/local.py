@@ -32,4 +32,4 @@ class LocalLink:
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to drop a request; unknown ids are ignored."""
-        self._inbox.abort(request_id)
+        self._inbox.abort(request_id, self._deliver)

@@ -143,17 +143,18 @@ class BusyLoop:
 
     def _lose_requests(self, cause: Exception) -> None:
         """End every request of this life, drained or not, so that none waits for ever."""
-        self._deliver.update(
-            (request.request_id, deliver) for request, deliver in self.inbox.drain().requests
-        )
-        for request_id in list(self._deliver):
+        held = list(self._deliver.items())
+        self._deliver.clear()
+        queued = self.inbox.drain().requests  # perhaps with an id of the former, of another client
+        held += ((request.request_id, deliver) for request, deliver in queued)
+        for request_id, deliver in held:
             error = EngineLost(
                 f"engine {self.engine} was lost while it held request {request_id}: {cause!r}",
                 engine=self.engine,
                 request_id=request_id,
             )
             error.__cause__ = cause
-            self._send([_failed(request_id, error)])
+            deliver(self.engine, _failed(request_id, error))
 
     def _publish_if_changed(self) -> None:
         if self._publish is None:

@@ -143,6 +143,20 @@ class Client:
             late_outputs=self._late_outputs,
         )
 
+    def audit(self) -> tuple[str, ...]:
+        """Every contradiction in this client's books, in words; empty when they agree."""
+        charged = sum(self._ledger.statistics().by_engine.values())
+        ended = self._finished + self._aborted
+        problems = list(self._ledger.audit())
+        if charged != len(self._inflight):
+            problems.append(f"{charged} requests are charged, {len(self._inflight)} have a stream")
+        if self._started != ended + len(self._inflight):
+            problems.append(
+                f"{self._started} requests were started, {ended} have ended, "
+                f"{len(self._inflight)} are in flight"
+            )
+        return tuple(problems)
+
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Take the coordinator's newest snapshot."""
         self._dispatch.on_snapshot(snapshot)
@@ -159,12 +173,13 @@ class Client:
         if request.request_id in self._inflight:
             raise duplicate(request.request_id)
         placement = self._dispatch.place(request)
+        # Registered before it is sent: an engine may answer before `submit` returns.
+        self._inflight[request.request_id] = (stream, placement)
         try:
             self._links[placement.engine].submit(request)
         except BaseException:
-            self._dispatch.release(placement)
+            self._release(placement)
             raise
-        self._inflight[request.request_id] = (stream, placement)
         self._started += 1
         return placement
 
@@ -208,7 +223,7 @@ class Client:
             )
 
     def _release(self, placement: Placement) -> None:
-        del self._inflight[placement.request.request_id]
+        self._inflight.pop(placement.request.request_id, None)
         self._dispatch.release(placement)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:

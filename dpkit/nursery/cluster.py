@@ -27,9 +27,9 @@ from dpkit.config.load import load_config
 from dpkit.config.schema import Config
 from dpkit.engine.core import EngineCore
 from dpkit.engine.limits import resolve_limits
-from dpkit.engine.models import load_model
+from dpkit.engine.models import load_model, loads_at_once
 from dpkit.engine.publish import PublishGate
-from dpkit.errors import ClusterFailed
+from dpkit.errors import ClusterFailed, ClusterNotStarted, InternalError
 from dpkit.link.local import LocalLink
 from dpkit.messages import EngineId
 from dpkit.nursery.busyloop import BusyLoop
@@ -77,6 +77,7 @@ class Cluster:
 
     def __init__(self, config: Config, models: dict[str, Model], *, clients: int) -> None:
         self.config = config
+        self.started = False
         self._fanin = StatsFanIn(ordered=config.coordinator.wave_coordination)
         self._models: list[str] = []
         self._loops: list[BusyLoop] = []
@@ -115,6 +116,19 @@ class Cluster:
             fanin=self._fanin.statistics(),
         )
 
+    def audit(self) -> tuple[str, ...]:
+        """Every contradiction in the books of clients and engines, in words; empty when all agree.
+
+        Walks through all blocks: for tests and for when something looks wrong.
+        """
+        problems = [problem for client in self.clients for problem in client.audit()]
+        for loop in self._loops:
+            try:
+                loop.core.check()
+            except InternalError as error:
+                problems.append(f"engine {loop.engine}: {error}")
+        return tuple(problems)
+
     def start(self, services: Services) -> None:
         """Start the coordinator and all engines; called once, by `open_cluster`."""
         services.stop_with(self._stop)
@@ -128,6 +142,10 @@ class Cluster:
         """Refuse new requests and abort those in flight; done at the end of `open_cluster`."""
         for client in self.clients:
             client.close()
+
+    def failure(self, message: str) -> ClusterFailed:
+        """What `open_cluster` raises when a service failed with `message`."""
+        return ClusterFailed(message) if self.started else ClusterNotStarted(message)
 
     async def wait_ready(self) -> None:
         """Wait until every engine has allocated its KV cache and serves."""
@@ -200,16 +218,18 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
     Error handling:
         ConfigError, ModelNotFound, ModelUnsupported: raised before any engine starts.
         ClusterFailed: an engine or the coordinator died; the body was cancelled, the first error
-        is the cause. What the body raises comes out bare and unchanged.
+        is the cause. ClusterNotStarted: likewise, before the body began. What the body raises
+        comes out bare and unchanged.
     """
     if not isinstance(config, Config):
         config = load_config(config)
     models = await _load_models(config)
     cluster = Cluster(config, models, clients=clients)
-    async with open_services(grace=config.cluster.grace, failure=ClusterFailed) as services:
+    async with open_services(grace=config.cluster.grace, failure=cluster.failure) as services:
         cluster.start(services)
         try:
             await cluster.wait_ready()
+            cluster.started = True
             yield cluster
         finally:
             cluster.close()
@@ -218,7 +238,11 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
 async def _load_models(config: Config) -> dict[str, Model]:
     """Load each model once, however many groups and engines use it."""
     models: dict[str, Model] = {}
-    for group in config.engines:
-        if group.model not in models:
-            models[group.model] = await trio.to_thread.run_sync(load_model, group.model)
+    for name in dict.fromkeys(group.model for group in config.engines):
+        # Weights take seconds, hence the thread. But while one works, a virtual clock sees nothing
+        # to wait for and jumps to the next deadline: what is simulated must use none.
+        if loads_at_once(name):
+            models[name] = load_model(name)
+        else:
+            models[name] = await trio.to_thread.run_sync(load_model, name)
     return models

@@ -19,6 +19,7 @@ class Mailbox:
         self._token_ids: list[int] = []
         self._last: EngineOutput | None = None  # the output that carries the finish reason
         self._closed = False
+        self._taking = False  # not the lot's length: an unparked reader has left the lot already
         self._lot = trio.lowlevel.ParkingLot()
 
     def __repr__(self) -> str:
@@ -46,14 +47,18 @@ class Mailbox:
             ClosedResourceError: the mailbox was closed, before or while waiting.
             BusyResourceError: another task is waiting already.
         """
-        if len(self._lot):
+        if self._taking:
             raise trio.BusyResourceError(
                 f"request {self._request_id} is being read by another task"
             )
-        if self._token_ids or self._last is not None or self._closed:
-            await trio.lowlevel.checkpoint()
-        else:
-            await self._lot.park()
+        self._taking = True
+        try:
+            if self._token_ids or self._last is not None or self._closed:
+                await trio.lowlevel.checkpoint()
+            else:
+                await self._lot.park()
+        finally:
+            self._taking = False
         if self._closed:
             raise trio.ClosedResourceError(f"request {self._request_id} was closed")
         return self._drain()

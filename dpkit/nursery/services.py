@@ -34,15 +34,17 @@ class Services:
     Its users call `start_soon` and `stop_with`; the rest is the other half of `open_services`.
     """
 
-    def __init__(self) -> None:
-        self._shield = trio.CancelScope(shield=True)
+    def __init__(self, grace: float) -> None:
         self.body = trio.CancelScope()
         self.opened = trio.Event()
-        self._closed = trio.Event()
-        self._nursery: trio.Nursery | None = None
-        self._stop_hooks: list[Callable[[], Awaitable[None]]] = []
         self.first_error: Exception | None = None
         self.failed_service: str | None = None
+        self._grace = grace
+        self._body_ended = trio.Event()
+        self._closed = trio.Event()
+        self._hooks_scope = trio.CancelScope()
+        self._nursery: trio.Nursery | None = None
+        self._stop_hooks: list[Callable[[], Awaitable[None]]] = []
 
     def start_soon(
         self, service: Callable[..., Awaitable[None]], *args: Any, name: str | None = None
@@ -67,15 +69,27 @@ class Services:
 
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
-        """Hold the services' nursery open, out of reach of every cancellation but `stop`'s."""
+        """Hold the services' nursery open until `stop`, then run the hooks and end the services.
+
+        All in this task, out of reach of every cancellation, and of KeyboardInterrupt too, which
+        Trio raises in its main task only.
+        """
         try:
-            with self._shield:
+            with trio.CancelScope(shield=True):
                 async with trio.open_nursery() as self._nursery:
                     self.opened.set()
-                    await trio.sleep_forever()
+                    await self._body_ended.wait()
+                    await self._run_hooks()
+                    # No deadline from here on: Trio abandons no task, a service must obey.
+                    self._nursery.cancel_scope.cancel()
         finally:
             self._nursery = None
             self._closed.set()
+
+    async def _run_hooks(self) -> None:
+        with self._hooks_scope:
+            for hook in reversed(self._stop_hooks):
+                await self._guard(hook, (), "shutdown")
 
     @trio.lowlevel.enable_ki_protection
     async def _guard(
@@ -92,27 +106,34 @@ class Services:
             self.failed_service = label
         self.body.cancel()
 
-    async def stop(self, grace: float) -> None:
-        """Run the stop hooks within `grace` seconds, then cancel and await the services."""
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + grace):
-            for hook in reversed(self._stop_hooks):
-                await self._guard(hook, (), "shutdown")
-        self._shield.cancel()
-        # No deadline here: Trio never abandons a task. A service must obey its cancellation.
-        with trio.CancelScope(shield=True):
-            await self._closed.wait()
+    async def stop(self) -> KeyboardInterrupt | None:
+        """Have the hooks run within the grace and the services cancelled, and wait for both.
+
+        Ctrl-C meanwhile cuts the grace short; it is returned, since the clean-up must go on.
+        """
+        interrupt = None
+        self._hooks_scope.deadline = trio.current_time() + self._grace
+        self._body_ended.set()
+        while not self._closed.is_set():
+            try:
+                with trio.CancelScope(shield=True):
+                    await self._closed.wait()
+            except KeyboardInterrupt as error:
+                interrupt = error
+                self._hooks_scope.cancel()
+        return interrupt
 
 
 @asynccontextmanager
 @trio.lowlevel.enable_ki_protection
 async def open_services(
-    *, grace: float, failure: type[ServiceFailed] = ServiceFailed
+    *, grace: float, failure: Callable[[str], ServiceFailed] = ServiceFailed
 ) -> AsyncIterator[Services]:
     """Open a place for tasks that must outlive the body's clean-up.
 
     Args:
         grace: Seconds from the end of the body within which all stop hooks must be done.
-        failure: What to raise when a service failed and the body did not.
+        failure: Makes what is raised, from a message, when a service failed and the body did not.
 
     Resource handling:
         When the body ends, in whatever way, the stop hooks run, then services are cancelled and
@@ -121,20 +142,25 @@ async def open_services(
     Error handling:
         The body's exception comes out bare and is the same object, never in a group; if a service
         failed as well, it carries a note. A failed service alone cancels the body and comes out as
-        `failure` with the first error as its cause. KeyboardInterrupt is raised in the body only.
+        `failure` with the first error as its cause. KeyboardInterrupt is raised in the body only,
+        or comes out when the services are closed, which it hastens.
     """
-    services = Services()
+    services = Services(grace)
     body_error: BaseException | None = None
     async with trio.open_nursery() as outer:
         outer.start_soon(services.run, name="services")
-        with trio.CancelScope(shield=True):
-            await services.opened.wait()
+        # All of it under one `except`: an error that reached this nursery would hang it for ever,
+        # since it cancels what is shielded, and would come out in a group.
         try:
+            with trio.CancelScope(shield=True):
+                await services.opened.wait()
             with services.body:
                 yield services
         except BaseException as error:  # noqa: BLE001 - raised again below, outside the nursery
             body_error = error
-        await services.stop(grace)
+        if (interrupt := await services.stop()) is not None:
+            interrupt.__context__ = body_error
+            body_error = interrupt
     cause = services.first_error
     if body_error is not None:
         if cause is not None:

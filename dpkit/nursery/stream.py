@@ -75,6 +75,7 @@ class OutputStream:
         self.placement = self._client.begin(self)
         return self
 
+    @trio.lowlevel.enable_ki_protection  # nor between the end of the block and the release
     async def __aexit__(
         self,
         exc_type: type[BaseException] | None,
@@ -104,7 +105,10 @@ class OutputStream:
             EngineLost: the engine died; what was read before stays in `text` and `token_ids`.
             ClusterClosed: the cluster was left meanwhile.
             ClosedResourceError: the stream was closed, by this task or another.
+            BusyResourceError: another task is reading it.
         """
+        if self.placement is None:
+            raise RuntimeError("nothing was asked yet: enter the stream with `async with` first")
         if self.finish_reason is not None:
             raise StopAsyncIteration
         received = await self._mailbox.take()

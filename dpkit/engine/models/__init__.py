@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 
 from dpkit.abc import Model
 from dpkit.errors import ModelNotFound, ModelUnsupported
@@ -39,6 +40,18 @@ def load_model(name: str) -> Model:
             f"loading model {name!r}: {error.name} is missing; try: pip install 'dpkit[torch]'"
         ) from error
     return load_torch_model(name)
+
+
+def loads_at_once(name: str) -> bool:
+    """Whether a model costs no time to load: it has no weights, and its code is imported already.
+
+    True for `echo`, `cost:PRESET`, and inline classes of modules that are imported.
+    """
+    if name == "echo" or name.startswith("cost:"):
+        return True
+    match = _CLASS_PATH.fullmatch(name)
+    found = match and getattr(sys.modules.get(match["module"]), match["name"], None)
+    return isinstance(found, type) and issubclass(found, Model) and found.inline
 
 
 def _load_class(path: str, module: str, name: str) -> Model:
