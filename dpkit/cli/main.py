@@ -40,11 +40,18 @@ class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's own
         return list(_COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
-            ctx.fail(f"No such command '{cmd_name}'.{_hint(cmd_name)}")
+            return None
         command: click.Command = importlib.import_module(f"dpkit.cli.{cmd_name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _COMMANDS and not ctx.resilient_parsing:  # resilient: shell completion
+            ctx.fail(f"No such command '{args[0]}'.{_hint(args[0])}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(
         self,

@@ -142,8 +142,11 @@ def _preset_problem(preset: str) -> str | None:
 
 
 def _path_problem(value: str) -> str | None:
-    path = Path(value).expanduser()
-    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
-        return None
-    problem = "is neither a directory nor a .gguf file" if path.exists() else "does not exist"
+    try:
+        path = Path(value).expanduser()
+        if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+            return None
+        problem = "is neither a directory nor a .gguf file" if path.exists() else "does not exist"
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, no such user
+        return f"{quote(value)} cannot be looked up: {getattr(error, 'strerror', error)}"
     return f"{quote(value)} {problem} (a relative path starts at the working directory)"

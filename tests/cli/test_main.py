@@ -67,6 +67,17 @@ def test_python_dash_m_is_the_same_command() -> None:
     assert done.stdout.startswith(f"{EXAMPLE}: ok: ")
 
 
+@pytest.mark.parametrize(("words", "found"), [("dpkit ch", "plain,check"), ("dpkit zz x", "")])
+def test_shells_complete_commands_and_survive_unknown_ones(
+    words: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_DPKIT_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    done = _python("-m", "dpkit", capture_output=True)
+    assert (done.stdout.strip(), done.stderr) == (found, "")
+
+
 def test_no_command_shows_the_help_as_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert capsys.readouterr().err.startswith("Usage: dpkit [OPTIONS] COMMAND")

@@ -76,6 +76,17 @@ def test_all_forms_of_a_model_are_taken(tmp_path: Path, monkeypatch: pytest.Monk
         assert config.engines[0].model == name
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (f"./{'a' * 300}", "cannot be looked up: File name too long"),
+        ("~nobody-by-this-name/model", "cannot be looked up: Could not determine home directory."),
+    ],
+)
+def test_a_path_that_cannot_be_looked_up_says_why(name: str, problem: str) -> None:
+    assert problem in _complaint(MINIMAL, f"engines.0.model={name}")
+
+
 def test_presets_may_differ_between_groups() -> None:
     config = parse_config(
         '[[engines]]\nname = "a"\nmodel = "cost:h100-8b"\n'
