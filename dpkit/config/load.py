@@ -21,7 +21,7 @@ from dpkit.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dpkit.config.rules import Path
     from dpkit.config.structure import Problem
@@ -47,17 +47,18 @@ def load_config(path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) 
 def parse_config(text: str, *, filename: str = "<string>", overrides: Sequence[str] = ()) -> Config:
     """Like `load_config`, for text at hand; `filename` is what its errors begin with."""
     tables = _parse(text, filename)
-    set_by: dict[Path, str] = {}
+    changes: list[tuple[Path, str]] = []
     refused: list[str] = []
     for override in overrides:
+        flag = f"--set {override if override.isprintable() else repr(override)}"
         try:
-            set_by[apply_override(tables, override)] = f"--set {_one_line(override)}"
+            changes.append((apply_override(tables, override), flag))
         except BadValue as error:
-            refused.append(f"--set {_one_line(override)}: {error.problem}")
+            refused.append(f"{flag}: {error.problem}")
     config = structure(tables)
     if isinstance(config, Config) and not refused:
         return config
-    problems = [] if isinstance(config, Config) else _placed(config, text, filename, set_by)
+    problems = [] if isinstance(config, Config) else _placed(config, text, filename, changes)
     raise ConfigError([*problems, *refused])
 
 
@@ -92,7 +93,7 @@ def _parse(text: str, filename: str) -> dict[str, Any]:
 
 
 def _placed(
-    problems: Sequence[Problem], text: str, filename: str, set_by: dict[Path, str]
+    problems: Sequence[Problem], text: str, filename: str, changes: Sequence[tuple[Path, str]]
 ) -> list[str]:
     """Render the problems: the file's in file order, then those of ``--set``."""
     spots = locate(text)
@@ -100,7 +101,7 @@ def _placed(
     in_flags: list[str] = []
     for problem in problems:
         line = f"{dotted(problem.path)}: {problem.message}"
-        flag = _flag(problem.path, spots, set_by)
+        flag = _flag(problem.path, spots, changes)
         if flag is None:
             spot = spots[_nearest(problem.path, spots)]
             in_file.append((spot, f"{filename}:{spot[0]}:{spot[1]}: {line}"))
@@ -110,9 +111,11 @@ def _placed(
     return [line for _, line in in_file] + in_flags
 
 
-def _flag(path: Path, spots: dict[Path, tuple[int, int]], set_by: dict[Path, str]) -> str | None:
+def _flag(
+    path: Path, spots: Mapping[Path, tuple[int, int]], changes: Sequence[tuple[Path, str]]
+) -> str | None:
     """The ``--set`` that made what stands at the path; None where the file did."""
-    for changed, flag in reversed(set_by.items()):
+    for changed, flag in reversed(changes):
         inside = path[: len(changed)] == changed
         made_on_the_way = changed[: len(path)] == path and path not in spots
         if inside or made_on_the_way:
@@ -120,12 +123,8 @@ def _flag(path: Path, spots: dict[Path, tuple[int, int]], set_by: dict[Path, str
     return None
 
 
-def _nearest(path: Path, spots: dict[Path, tuple[int, int]]) -> Path:
+def _nearest(path: Path, spots: Mapping[Path, tuple[int, int]]) -> Path:
     """The path, or what holds it: a missing key is reported at its table."""
     while path not in spots:
         path = path[:-1]
     return path
-
-
-def _one_line(text: str) -> str:
-    return text if text.isprintable() else repr(text)
