@@ -1,4 +1,4 @@
-"""Names that appear in configs, logs and metrics: policies, engine kinds, finish reasons.
+"""Names that appear in configs, logs and metrics: policies, engine kinds, dtypes, finish reasons.
 
 A leaf module: it imports nothing of dpkit, so that every layer may share one spelling.
 """
@@ -19,6 +19,21 @@ class EngineKind(enum.StrEnum):
     """Where an engine lives."""
 
     LOCAL = "local"  # a task in this process
+
+
+class Dtype(enum.StrEnum):
+    """What a model of real weights computes in."""
+
+    AUTO = "auto"  # bfloat16 where the CPU is fast at it, else float32
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Quant(enum.StrEnum):
+    """How the weights of a model are kept in memory."""
+
+    NONE = "none"  # in the model's dtype
+    INT4 = "int4"
 
 
 class FinishReason(enum.StrEnum):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpkit.config.checks import quote
 from dpkit.errors import ConfigError
+from dpkit.names import Dtype, Quant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
     for index, group in groups:
         yield from _pool_size_twice(group.get("kv") or {}, ("engines", index, "kv"))
         yield from _too_small_a_step(group.get("scheduler") or {}, ("engines", index, "scheduler"))
+        yield from _no_weights(group, ("engines", index))
     yield from _same_name(groups)
     yield from _other_model(groups)
 
@@ -59,6 +61,17 @@ def _too_small_a_step(scheduler: Table, at: Path) -> Iterator[tuple[Path, str]]:
         message = f"must be at least max_num_seqs ({seqs}), got {tokens}"
         why = "each running request takes a token a step"
         yield (*at, "max_num_batched_tokens"), f"{message}: {why}"
+
+
+def _no_weights(group: Table, at: Path) -> Iterator[tuple[Path, str]]:
+    """A key that nothing obeys is as wrong as a key that nobody knows."""
+    model = group.get("model")
+    if model is None or has_weights(model):
+        return
+    for key, default in (("dtype", Dtype.AUTO), ("quant", Quant.NONE)):
+        if group.get(key) not in {None, default}:
+            message = f"model {quote(model)} has no weights that dpkit loads"
+            yield (*at, key), f"{message}; leave {key} out"
 
 
 def _same_name(groups: Groups) -> Iterator[tuple[Path, str]]:
@@ -79,6 +92,11 @@ def _other_model(groups: Groups) -> Iterator[tuple[Path, str]]:
         if _family(model) != _family(expected):
             message = f"engines.{first} serves {quote(expected)}, this group {quote(model)}"
             yield ("engines", index, "model"), f"{message}; one cluster serves one model"
+
+
+def has_weights(model: str) -> bool:
+    """Whether dpkit itself loads weights: neither ``echo`` nor ``cost:PRESET`` nor your class."""
+    return "/" in model or not (model == "echo" or ":" in model)
 
 
 def _family(model: str) -> str:

@@ -17,7 +17,7 @@ from attrs.validators import optional
 from dpkit.config.checks import at_least_one_table, between, made_of, model_name, policy_name
 from dpkit.config.rules import Conflict, conflicts
 from dpkit.config.units import Bytes, Seconds, show_duration, show_size
-from dpkit.names import EngineKind, PolicyName
+from dpkit.names import Dtype, EngineKind, PolicyName, Quant
 
 
 class LogLevel(enum.StrEnum):
@@ -96,6 +96,8 @@ class EngineGroupConfig:
     )
     kind: EngineKind = EngineKind.LOCAL  # nothing to set up: a task in this process
     model: str = field(validator=model_name)
+    dtype: Dtype = Dtype.AUTO  # the fastest that this machine computes without loss of sense
+    quant: Quant = Quant.NONE  # exact; int4 trades some quality for a quarter of the memory reads
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
     kv: KvConfig = field(factory=KvConfig)
 
