@@ -61,7 +61,9 @@ def tiny_checkpoint(*, seed: int = 0, **config: Any) -> Checkpoint:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": 2.0**-17,  # exact in float32, which GGUF keeps it in
+        "attention_bias": False,
+        "mlp_bias": False,
         "rope_theta": 10_000.0,
         "tie_word_embeddings": True,
         "bos_token_id": 1,
