@@ -45,7 +45,7 @@ class Mark(trio.abc.Instrument):
 
     def __init__(self, case: Case) -> None:
         self.steps = 0
-        self.fired = case.mode is Mode.NEVER
+        self.reached = False
         self._case = case
         self._task: trio.lowlevel.Task | None = None
         self._scope = trio.CancelScope()
@@ -62,7 +62,8 @@ class Mark(trio.abc.Instrument):
         self._task = trio.lowlevel.current_task()
         with self._scope:
             self._open = True
-            self._reached(Mode.BEFORE)
+            self.reached = self._case.mode is Mode.NEVER
+            self._pass(Mode.BEFORE)
             try:
                 yield
             finally:
@@ -72,14 +73,14 @@ class Mark(trio.abc.Instrument):
         """Count a step of the target, and cancel if it is the one."""
         if task is self._task and self._open:
             self.steps += 1
-            self._reached(Mode.BEFORE)
+            self._pass(Mode.BEFORE)
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
         """Cancel if the step that the target has just made is the one."""
         if task is self._task and self._open:
-            self._reached(Mode.AFTER)
+            self._pass(Mode.AFTER)
 
-    def _reached(self, mode: Mode) -> None:
+    def _pass(self, mode: Mode) -> None:
         if (self.steps, mode) == self._case[1:]:
-            self.fired = True
+            self.reached = True
             self._scope.cancel()

@@ -47,7 +47,10 @@ class SweepFailed(DpkitError):  # noqa: N818 - reads as what happened
     def __init__(self, case: Case, error: BaseException) -> None:
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         command = shlex.join([sys.executable, *(["-m", "pytest", test] if test else sys.argv)])
-        what = " ".join(f"{type(error).__name__}: {error}".split())
+        leaf = error
+        while isinstance(leaf, BaseExceptionGroup):
+            leaf = leaf.exceptions[0]
+        what = " ".join(f"{type(leaf).__name__}: {leaf}".split())
         super().__init__(f"sweep failed: {what[:200]}; replay: {REPLAY}={case} {command}")
         self.case = case
 
@@ -126,6 +129,8 @@ async def _main(scenario: Callable[[Mark], Awaitable[T]], mark: Mark, limit: flo
         result = await scenario(mark)
     if left := trio.lowlevel.current_statistics().tasks_living - tasks:
         raise InternalError(f"{left} tasks are left")
-    if not mark.fired:
-        raise InternalError("the step was not reached: the scenario is not deterministic")
+    if not mark.reached:
+        raise InternalError(
+            "the target never came to this step: the scenario marks none, or is not deterministic"
+        )
     return result
