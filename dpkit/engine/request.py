@@ -55,7 +55,7 @@ class Request:
     ask: GenerateRequest
     state: State = field(default=Unfinished.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt, then output
-    num_computed: int = field(default=0, init=False)  # leading tokens whose KV is in the blocks
+    num_computed: int = field(default=0, init=False)  # leading tokens whose KV its blocks hold
     block_ids: list[int] = field(factory=list, init=False)
     _hashes: list[bytes] = field(factory=list, init=False)
 

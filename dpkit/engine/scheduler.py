@@ -148,7 +148,6 @@ class Scheduler:
         request_id, request = self.running.popitem()
         request.move_to(Unfinished.PREEMPTED)
         self._release(request)
-        request.num_computed = 0
         self.waiting[request_id] = request
         self.waiting.move_to_end(request_id, last=False)
         self.counters.preemptions += 1
@@ -216,7 +215,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.block_ids)
-        request.block_ids = []  # a new list: rows of past steps keep the old one
+        request.block_ids.clear()
 
     def check(self) -> None:
         """Compare queues, states and blocks.

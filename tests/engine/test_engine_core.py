@@ -226,22 +226,19 @@ def test_nothing_is_shared_across_salts_or_without_the_cache(
     assert core.statistics().prefix_hit_tokens == 0
 
 
-def test_a_decode_that_needs_no_prefill_is_still_among_the_decodes(
+def test_who_comes_back_with_all_but_one_token_cached_is_among_the_decodes(
     make_core: MakeCore, ask: Ask
 ) -> None:
-    # "b" is preempted with 5 tokens, of which its cached block covers all but the last.
-    core = make_core(block_size=4, num_blocks=4, max_num_batched_tokens=8)
-    core.add(ask("a", 4, max_tokens=6))
-    core.add(ask("b", 4, max_tokens=6))
-    core.add(ask("c", 4, max_tokens=6))
-    while core.statistics().requests_finished < 1:
+    core = make_core(block_size=3, num_blocks=4)
+    for name, length, max_tokens in [("a", 5, 3), ("b", 3, 9), ("c", 3, 5)]:
+        core.add(ask(name, (0,) * length, max_tokens=max_tokens))
+    for _ in range(3):
         core.step()
-    while (batch := core.schedule()) is not None:
-        decodes = [row.is_decode for row in batch.rows]
-        assert decodes == sorted(decodes, reverse=True)
-        core.apply(*execute(core, batch))
-    assert core.statistics().preemptions > 0
-    assert core.statistics().prefix_hit_tokens > 0
+    assert core.statistics().preemptions == 2  # both, and "a" has ended
+    batch, result = execute(core, core.schedule())
+    shares = [(row.request_id, row.start, len(row.token_ids)) for row in batch.rows]
+    assert shares == [("c", 3, 1), ("b", 3, 2)]
+    core.apply(batch, result)
 
 
 # --- preemption
