@@ -41,7 +41,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, **self._special_tokens
             )
-        except TemplateError as error:
+        except Exception as error:  # whatever somebody else's program may raise
             raise RequestRejected(f"the model's chat template refuses this: {error}") from error
 
 

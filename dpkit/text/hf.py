@@ -78,10 +78,13 @@ class HfDecoder:
         """Return the text that these tokens make certain."""
         tokens = [*self._recent, *(i for i in token_ids if i not in self._special)]
         text = self._text(tokens)
-        certain = text[self._sent : _certain(text)]
+        # What is out stays out: the window may begin inside a character, which then looks like
+        # one that waits for its end.
+        certain = max(self._sent, _certain(text))
+        new, held = text[self._sent : certain], len(text) - certain
         self._recent = tokens[-_WINDOW:]
-        self._sent = _certain(text if len(tokens) <= _WINDOW else self._text(self._recent))
-        return certain
+        self._sent = len(self._text(self._recent)) - held
+        return new
 
     def finish(self) -> str:
         """Return what was held back, which now is no whole character any more."""

@@ -1,0 +1,86 @@
+"""A model's own tokenizer: text comes out whole however the tokens come in."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpkit.errors import RequestRejected
+from dpkit.testing.tiny import tiny_checkpoint
+
+tokenizers = pytest.importorskip("tokenizers")
+
+from dpkit.text.hf import HfTokenizer  # noqa: E402 - after the check that it can be imported
+
+CHECKPOINT = tiny_checkpoint()
+TOKENIZER = HfTokenizer(
+    CHECKPOINT.tokenizer_json,
+    chat_template=CHECKPOINT.chat_template,
+    special_tokens=CHECKPOINT.special_tokens,
+)
+REFERENCE = tokenizers.Tokenizer.from_str(CHECKPOINT.tokenizer_json)
+
+token_ids = st.lists(st.integers(0, CHECKPOINT.config["vocab_size"] - 1), max_size=40)
+
+
+def decode(pieces: list[list[int]]) -> str:
+    decoder = TOKENIZER.decoder()
+    return "".join(decoder.feed(piece) for piece in pieces) + decoder.finish()
+
+
+@given(st.text())
+def test_any_text_survives_encoding_and_decoding_token_by_token(text: str) -> None:
+    assert decode([[token_id] for token_id in TOKENIZER.encode(text)]) == text
+
+
+@given(token_ids, st.lists(st.integers(0, 40)))
+def test_any_tokens_in_any_pieces_give_the_text_of_the_whole(
+    ids: list[int], cuts: list[int]
+) -> None:
+    edges = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
+    whole = REFERENCE.decode(ids, skip_special_tokens=True)
+    assert decode([ids[begin:end] for begin, end in pairwise(edges)]) == whole
+
+
+@given(token_ids)
+def test_what_is_out_never_changes(ids: list[int]) -> None:
+    decoder, said = TOKENIZER.decoder(), ""
+    for count, token_id in enumerate(ids, start=1):
+        said += decoder.feed([token_id])
+        assert REFERENCE.decode(ids[:count]).startswith(said)
+
+
+def test_a_character_comes_with_its_last_token() -> None:
+    decoder = TOKENIZER.decoder()
+    assert [decoder.feed([i]) for i in TOKENIZER.encode("a😀")] == ["a", "", "", "", "😀"]
+
+
+def test_half_a_character_comes_out_at_the_end() -> None:
+    decoder = TOKENIZER.decoder()
+    assert decoder.feed(TOKENIZER.encode("a😀")[:-1]) == "a"
+    assert decoder.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_special_tokens_have_no_text_even_inside_a_character() -> None:
+    first, *rest = TOKENIZER.encode("é")
+    assert decode([[1, first], [2], rest, [0]]) == "é"
+
+
+def test_text_that_looks_like_a_special_token_is_that_token() -> None:
+    assert TOKENIZER.encode("<|im_end|>") == [2]
+
+
+def test_a_conversation_is_put_into_the_models_own_template() -> None:
+    ids = TOKENIZER.encode_chat([{"role": "user", "content": "the inn"}])
+    text = REFERENCE.decode(ids, skip_special_tokens=False)
+    assert text == "<|im_start|>user\nthe inn<|im_end|>\n<|im_start|>assistant\n"
+    assert ids[0] == 1
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    plain = HfTokenizer(CHECKPOINT.tokenizer_json, chat_template=None, special_tokens={})
+    with pytest.raises(RequestRejected, match="no chat template; send the prompt as plain text"):
+        plain.encode_chat([{"role": "user", "content": "hello"}])

@@ -1,0 +1,118 @@
+"""What can be loaded is; what cannot is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dpkit.checkpoint.safetensors import SafetensorsFile, write_safetensors
+from dpkit.engine.models import load_model
+from dpkit.engine.models.torch import load_torch_model
+from dpkit.errors import ModelNotFound, ModelUnsupported
+from dpkit.testing.tiny import write_tiny_directory, write_tiny_gguf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_tiny_directory(tmp_path / "tiny")
+
+
+def change_config(folder: Path, **change: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def test_the_spec_says_what_the_files_say(tiny: Path, tmp_path: Path) -> None:
+    for path in (tiny, write_tiny_gguf(tmp_path / "tiny.gguf")):
+        spec = load_model(str(path)).spec
+        assert spec.max_model_len == 512
+        assert spec.eos_token_ids == {0, 2}
+        assert spec.vocab_size == 263
+        assert spec.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
+
+
+def test_the_cache_is_as_large_as_the_spec_says(tiny: Path) -> None:
+    model = load_model(str(tiny))
+    cache = model.allocate(num_blocks=8, block_size=4)
+    assert cache.nbytes == 8 * 4 * model.spec.kv_bytes_per_token
+
+
+def test_a_missing_model_names_the_command(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DPKIT_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFound, match="`dpkit fetch smollm2-135m` gets it"):
+        load_model("smollm2-135m")
+
+
+def test_a_missing_model_is_said_without_importing_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from dpkit.engine.models import load_model\n"
+        "from dpkit.errors import ModelNotFound\n"
+        "try:\n    load_model('no-such-model')\n"
+        "except ModelNotFound:\n    print('torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert result.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "architecture Qwen2ForCausalLM is not supported"),
+        ({"architectures": None}, "architecture none named is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope scaling 'llama3' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling 'yarn' is not supported"),
+    ],
+)
+def test_what_is_not_computed_is_named(tiny: Path, change: dict[str, Any], message: str) -> None:
+    change_config(tiny, **change)
+    with pytest.raises(ModelUnsupported, match=f"tiny: {message}"):
+        load_model(str(tiny))
+
+
+def test_an_incomplete_config_is_named(tiny: Path) -> None:
+    (tiny / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ModelUnsupported, match="its config has no 'num_attention_heads'"):
+        load_model(str(tiny))
+
+
+def test_the_newer_way_to_write_rope_is_read(tiny: Path) -> None:
+    change_config(
+        tiny, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 7.0}
+    )
+    model = load_torch_model(str(tiny))
+    assert model._transformer.architecture.rope_theta == 7.0
+
+
+def test_a_missing_tensor_is_named(tiny: Path) -> None:
+    file = SafetensorsFile(tiny / "model.safetensors")
+    shapes = {name: shape for name, shape in file.shapes().items() if "layers.1.mlp" not in name}
+    write_safetensors(tiny / "new.safetensors", shapes, file.read, on_bytes=lambda *_: None)
+    (tiny / "new.safetensors").rename(tiny / "model.safetensors")
+    with pytest.raises(ModelUnsupported, match=r"'model.layers.1.mlp.gate_proj.weight' is missing"):
+        load_model(str(tiny))
+
+
+def test_a_head_that_the_config_promises_must_be_there(tiny: Path) -> None:
+    change_config(tiny, tie_word_embeddings=False)
+    with pytest.raises(ModelUnsupported, match=r"'lm_head.weight' is missing"):
+        load_model(str(tiny))
+
+
+def test_a_python_without_torch_says_what_to_install(tiny: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "dpkit.engine.models.torch.model", None)
+    with pytest.raises(ModelUnsupported, match=r"pip install 'dpkit\[torch\]'"):
+        load_model(str(tiny))
