@@ -98,8 +98,9 @@ def test_company_chunks_blocks_and_preemption_do_not_change_its_text(
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_transformers_agrees(demo_model, demo_path: Path, make_engine) -> None:
+def test_transformers_agrees(demo_model, demo_path: Path, make_engine, monkeypatch) -> None:
     transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # its thread would be a leak
     reference = transformers.AutoModelForCausalLM.from_pretrained(demo_path, dtype=torch.float32)
     ids = demo_model.tokenizer().encode(STORY)
     with torch.inference_mode():
