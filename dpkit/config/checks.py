@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attrs import field, frozen
+
 from dpkit.errors import ConfigError
 from dpkit.names import PolicyName
 
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 
     from attrs import Attribute
 
-    Check = Callable[[Any, Attribute[Any], Any], None]
+CLASS_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
-_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_CLASS_PATH = re.compile(CLASS_PATH, re.ASCII)
 _PLAIN_MODEL = re.compile(r"\w[\w.-]*", re.ASCII)
 _KINDS = {
     bool: "a boolean",
@@ -71,26 +73,33 @@ def one_of(choices: Iterable[str]) -> str:
     return ", ".join(f"'{choice}'" for choice in choices)
 
 
-def between(low: float, high: float, *, show: Callable[[Any], str] = str) -> Check:
+@frozen
+class Between:
     """The value lies in the closed range; NaN lies in none."""
 
-    def check(_instance: object, attribute: Attribute[Any], value: float) -> None:
-        if not low <= value <= high:
-            problem = f"must be between {show(low)} and {show(high)}, got {show(value)}"
+    low: float
+    high: float
+    show: Callable[[Any], str] = field(default=str, kw_only=True)
+
+    def __call__(self, _instance: object, attribute: Attribute[Any], value: float) -> None:
+        """Raise `BadValue` unless the value is within."""
+        if not self.low <= value <= self.high:
+            low, high = self.show(self.low), self.show(self.high)
+            problem = f"must be between {low} and {high}, got {self.show(value)}"
             raise BadValue(problem, key=attribute.name)
 
-    return check
 
-
-def made_of(pattern: str, words: str) -> Check:
+@frozen
+class MadeOf:
     """The whole text matches the pattern, which `words` explain."""
-    compiled = re.compile(pattern, re.ASCII)
 
-    def check(_instance: object, attribute: Attribute[Any], value: str) -> None:
-        if compiled.fullmatch(value) is None:
-            raise BadValue(f"must be made of {words}, got {quote(value)}", key=attribute.name)
+    pattern: str
+    words: str
 
-    return check
+    def __call__(self, _instance: object, attribute: Attribute[Any], value: str) -> None:
+        """Raise `BadValue` unless the whole value matches."""
+        if re.fullmatch(self.pattern, value, re.ASCII) is None:
+            raise BadValue(f"must be made of {self.words}, got {quote(value)}", key=attribute.name)
 
 
 def at_least_one_table(_instance: object, attribute: Attribute[Any], value: Sized) -> None:
@@ -119,10 +128,15 @@ def policy_name(_instance: object, attribute: Attribute[Any], value: str) -> Non
     raise BadValue(problem + did_you_mean(value, PolicyName), key=attribute.name)
 
 
+def is_path(model: str) -> bool:
+    """Whether a model is named by where its files are."""
+    return model.startswith((".", "~")) or "/" in model or model.endswith(".gguf")
+
+
 def _model_problem(value: str) -> str | None:
     if value.startswith("cost:"):
         return _preset_problem(value.removeprefix("cost:"))
-    if value.startswith((".", "~")) or "/" in value or value.endswith(".gguf"):
+    if is_path(value):
         return _path_problem(value)
     if _PLAIN_MODEL.fullmatch(value) or _CLASS_PATH.fullmatch(value):
         return None
@@ -148,5 +162,5 @@ def _path_problem(value: str) -> str | None:
             return None
         problem = "is neither a directory nor a .gguf file" if path.exists() else "does not exist"
     except (OSError, RuntimeError) as error:  # no permission, a name too long, no such user
-        return f"{quote(value)} cannot be looked up: {getattr(error, 'strerror', error)}"
-    return f"{quote(value)} {problem} (a relative path starts at the working directory)"
+        return f"{value!r} cannot be looked up: {getattr(error, 'strerror', error)}"
+    return f"{value!r} {problem}"

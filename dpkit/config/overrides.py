@@ -1,7 +1,7 @@
-"""``--set key.path=value``: a change to one key, applied to the plain tables of a file.
+"""``--set key.path=value`` and ``DPKIT__KEY__PATH=value``: one key each, and its new value.
 
 The value is a TOML value; a bare word that is none is a string, so that no shell quoting is needed
-(``--set balancer.policy=inflight``). Groups of engines go by index or by name.
+(``--set balancer.policy=inflight``). Knows no tables: `dpkit.config.layers` finds the place.
 """
 
 from __future__ import annotations
@@ -9,57 +9,79 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import tomli
+from attrs import frozen
 
-from dpkit.config.checks import BadValue, describe, did_you_mean, quote
-from dpkit.config.rules import dotted
+from dpkit.config.checks import BadValue, quote
+from dpkit.config.layers import Source, printable
 
 if TYPE_CHECKING:
-    from dpkit.config.rules import Path
+    from collections.abc import Iterable, Iterator, Mapping
+
+_PREFIX = "DPKIT__"
 
 
-def apply_override(tables: dict[str, Any], override: str) -> Path:
-    """Set one key of `tables`, in place; the path that was set.
+@frozen(kw_only=True)
+class Override:
+    """A change to one key, not yet taken apart: a mistake in it is told with all others."""
 
-    Raises:
-        BadValue: no key or value in it, or no such place in the tables.
+    source: Source
+    key: str
+    text: str
+    separator: str
+    example: str
+
+    def names(self) -> list[str]:
+        """The parts of the key.
+
+        Raises:
+            BadValue: there are none, or one is empty.
+        """
+        names = [name.strip() for name in self.key.split(self.separator)]
+        if all(names):
+            return names
+        raise BadValue(f"expected {self.example}")
+
+    def value(self) -> Any:
+        """What the text means: a TOML value, or the text itself.
+
+        Raises:
+            BadValue: it begins like a string, an array or a table and is none.
+        """
+        text = self.text.strip()
+        try:
+            parsed = tomli.loads(f"value = {text}")
+        except (ValueError, RecursionError):
+            if text.startswith(('"', "'", "[", "{")):
+                raise BadValue(f"{quote(text)} is not a TOML value") from None
+            return text
+        return parsed["value"] if len(parsed) == 1 else text
+
+
+def from_flags(flags: Iterable[str]) -> Iterator[Override]:
+    """The changes that ``--set`` makes, in the order given."""
+    for flag in flags:
+        key, equals, text = flag.partition("=")
+        yield Override(
+            source=Source(f"--set {printable(flag)}"),
+            key=key if equals else "",
+            text=text,
+            separator=".",
+            example="KEY.PATH=VALUE, for example coordinator.interval=50ms",
+        )
+
+
+def from_environment(environment: Mapping[str, str]) -> Iterator[Override]:
+    """The changes that ``DPKIT__`` variables make: whole tables before the keys in them.
+
+    Their case does not matter, and keys are lower case; ``DPKIT_CACHE``, with one underscore, is
+    not one of them.
     """
-    key, equals, text = override.partition("=")
-    names = [name.strip() for name in key.split(".")]
-    if not equals or not all(names):
-        raise BadValue("expected KEY.PATH=VALUE, for example coordinator.interval=50ms")
-    value = _value(text.strip())
-    path: Path = ()
-    place: Any = tables
-    for name in names[:-1]:
-        step = _step(place, name, path)
-        place = place[step] if isinstance(step, int) else place.setdefault(step, {})
-        path = (*path, step)
-    last = _step(place, names[-1], path)
-    place[last] = value
-    return (*path, last)
-
-
-def _step(place: Any, name: str, path: Path) -> str | int:
-    """The key or index that `name` means in a table or an array of tables."""
-    if isinstance(place, dict):
-        return name
-    if not isinstance(place, list):
-        raise BadValue(f"{dotted(path)} is {describe(place)}, which has no key {name!r}")
-    indices = [str(index) for index in range(len(place))]
-    if name in indices:
-        return int(name)
-    known = [str(group.get("name", "")) for group in place if isinstance(group, dict)]
-    if name in known:
-        return known.index(name)
-    message = f"there is no {dotted((*path, name))}; indices here: {', '.join(indices) or 'none'}"
-    raise BadValue(message + did_you_mean(name, known))
-
-
-def _value(text: str) -> Any:
-    try:
-        parsed = tomli.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        if text.startswith(('"', "'", "[", "{")):
-            raise BadValue(f"{quote(text)} is not a TOML value") from None
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
+    names = [name for name in environment if name.upper().startswith(_PREFIX)]
+    for name in sorted(names, key=lambda name: (name.count("__"), name)):
+        yield Override(
+            source=Source(f"${name}"),
+            key=name[len(_PREFIX) :].lower(),
+            text=environment[name],
+            separator="__",
+            example="DPKIT__KEY__PATH=VALUE, for example DPKIT__COORDINATOR__INTERVAL=50ms",
+        )

@@ -26,7 +26,7 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from dpkit.config.checks import BadValue, describe, did_you_mean, one_of
 from dpkit.config.rules import Conflict, conflicts
-from dpkit.config.schema import Config, walk
+from dpkit.config.schema import EXTENDS, Config, walk
 from dpkit.config.units import Bytes, Seconds, parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -80,7 +80,10 @@ def _step(error: Exception) -> Path:
 
 
 def _unknown_key(key: str, table: type) -> str:
+    if key == EXTENDS:
+        return "only a file says this, at its top, before the first table"
     own = [attribute.name for attribute in attrs.fields(table)]
+    own += [EXTENDS] if table is Config else []
     elsewhere = [path for path, _ in walk() if path.rpartition(".")[2] == key]
     if elsewhere:
         return f"unknown key; did you mean {' or '.join(map(repr, elsewhere))}?"

@@ -73,7 +73,8 @@ def test_all_forms_of_a_model_are_taken(tmp_path: Path, monkeypatch: pytest.Monk
     names = ["echo", "cost:h20-4b", "smollm2-135m", "./weights", "model.gguf", "my.pkg:Model"]
     for name in [*names, str(tmp_path)]:
         config = parse_config(MINIMAL, overrides=[f'engines.0.model="{name}"'])
-        assert config.engines[0].model == name
+        path = name.startswith(".") or name.endswith(".gguf")
+        assert config.engines[0].model == (str(tmp_path / name) if path else name)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,8 @@ def test_text_too_deep_or_too_long_for_tomli_is_refused_in_words() -> None:
 def test_text_as_deep_as_tomli_takes_is_no_trouble() -> None:
     deep = "[" * 300 + "]" * 300
     assert _complaint(f"x = {deep}\n{MINIMAL}count = {deep}") == (
-        "<string>:1:1: x: unknown key; known here: cluster, engines, coordinator, balancer, log\n"
+        "<string>:1:1: x: unknown key; "
+        "known here: cluster, engines, coordinator, balancer, log, extends\n"
         "<string>:4:1: engines.0.count: expected an integer, got an array"
     )
 
