@@ -1,12 +1,13 @@
-"""What you can bring: a model, a tokenizer, a policy. Everything here may be subclassed outside dpkit.
+"""What you can bring: a model, a tokenizer, a policy. All of it may be subclassed outside dpkit.
 
-Knows the messages and nothing else. Built-in parts implement the same classes; there is no back door.
+Knows the messages and nothing else. Built-in parts implement the same classes: there is no back
+door.
 """
 
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dpkit.messages import ModelSpec
 
@@ -51,7 +52,7 @@ class Model(abc.ABC):
     """
 
     inline: ClassVar[bool] = False
-    """True: `execute` costs nothing and runs on Trio's thread; False: in the engine's own thread."""
+    """True: `execute` costs nothing and runs on Trio's thread; False: in a thread of the engine."""
 
     spec: ModelSpec = ModelSpec()
 
@@ -59,7 +60,7 @@ class Model(abc.ABC):
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of this model."""
 
-    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:  # noqa: ARG002 - a default
         """Make one engine's KV cache; called once per engine, in the thread that will use it."""
         return None
 
@@ -68,47 +69,74 @@ class Model(abc.ABC):
         """Compute one step. Synchronous; an exception ends this life of the engine."""
 
 
-class EngineLoad(NamedTuple):
-    """What a client knows of one engine: own exact count first, then the newest snapshot."""
+class EngineLoad(Protocol):
+    """What a client knows of one engine: own exact counts, and the newest snapshot.
 
-    inflight: int
-    waiting: int
-    running: int
-    kv_cache_usage: float
+    It changes as the client goes on: copy what you want to keep. A snapshot is old by up to the
+    publish interval.
+    """
+
+    @property
+    def inflight(self) -> int:
+        """This client's unfinished requests."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of those requests: of each its prompt, and half of its `max_tokens`."""
+
+    @property
+    def waiting(self) -> int:
+        """Waiting requests of all clients, from the newest snapshot, bumps since then included."""
+
+    @property
+    def running(self) -> int:
+        """Running requests of all clients, from the newest snapshot."""
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of KV blocks in use, from the newest snapshot."""
+
+    @property
+    def others(self) -> int:
+        """Requests of other clients: what the newest snapshot counts beyond this client's own."""
 
 
 class LoadView(Protocol):
-    """What a policy may look at: engines by index, own exact counts, the newest snapshot.
-
-    All sequences have one entry per engine. A snapshot is old by up to the publish interval; the
-    in-flight counts are exact and this client's own.
-    """
+    """What a policy may look at: engines by index, and what this client knows of each."""
 
     client_index: int
     client_count: int
+
+    changes: set[int]
+    """Engines whose load has changed. For a policy that keeps what it made of the loads: it takes
+    the indices and clears the set. At first all engines are in it."""
 
     @property
     def engines(self) -> Sequence[EngineId]:
         """The incarnations that may be picked."""
 
     @property
+    def loads(self) -> Sequence[EngineLoad]:
+        """All that is known, by engine."""
+
+    @property
     def inflight(self) -> Sequence[int]:
-        """This client's unfinished requests on each engine."""
+        """This client's unfinished requests on each engine; a copy, so ask once per pick."""
 
     @property
     def waiting(self) -> Sequence[int]:
-        """Waiting requests of all clients, from the newest snapshot."""
+        """Waiting requests of all clients on each engine; a copy."""
 
     @property
     def running(self) -> Sequence[int]:
-        """Running requests of all clients, from the newest snapshot."""
+        """Running requests of all clients on each engine; a copy."""
 
     @property
     def kv_cache_usage(self) -> Sequence[float]:
-        """Share of KV blocks in use, from the newest snapshot."""
+        """Share of KV blocks in use on each engine; a copy."""
 
     def load(self, index: int) -> EngineLoad:
-        """All that is known of one engine, in constant time."""
+        """All that is known of one engine."""
 
     def bump_waiting(self, index: int, requests: int) -> None:
         """Count `requests` more as waiting on an engine until the next snapshot says better."""
@@ -124,19 +152,20 @@ class Policy(abc.ABC):
     def pick(self, request: GenerateRequest, view: LoadView) -> int:
         """Index of the engine for `request`."""
 
-    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float | None:
+    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float | None:  # noqa: ARG002
         """What `pick` compares, for whoever asks why; None: this policy does not score."""
+        return None
 
-    def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
-        """A request was charged to engine `index` (pinned requests too: `request.engine` is set)."""
+    def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:  # noqa: B027 - a hook
+        """A request was charged to engine `index`; a pinned one too: `request.engine` is set."""
 
-    def on_release(self, request: GenerateRequest, index: int, view: LoadView) -> None:
+    def on_release(self, request: GenerateRequest, index: int, view: LoadView) -> None:  # noqa: B027 - a hook
         """A charged request ended, whichever way.
 
         Not called for an engine that was replaced meanwhile: `index` now means its new life.
         """
 
-    def on_snapshot(self, view: LoadView) -> None:
+    def on_snapshot(self, view: LoadView) -> None:  # noqa: B027 - a hook
         """A new snapshot replaced the old one."""
 
 

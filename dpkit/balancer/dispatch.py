@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from attrs import frozen
+from attrs import define
 
 from dpkit.balancer.policies import policy_name
 from dpkit.errors import DpkitError, RequestRejected
 
 if TYPE_CHECKING:
-    from dpkit.abc import EngineLoad, Policy
+    from dpkit.abc import Policy
     from dpkit.balancer.ledger import Charge, Ledger
     from dpkit.balancer.view import LoadView
     from dpkit.messages import EngineId, GenerateRequest, Snapshot
+
+    Known = tuple[str, float | None, int, int, int, float]
 
 PINNED = "pinned"
 """Rule of a request that names its engine."""
@@ -26,8 +28,19 @@ HELD = "held"
 """Rule of a request whose id is in flight: it goes to the engine that has it."""
 
 
+def expected_tokens(request: GenerateRequest) -> int:
+    """Tokens that a request holds over its life, on average: its prompt and half of `max_tokens`.
+
+    It may end anywhere before `max_tokens`, and what it has written grows from nothing.
+    """
+    return len(request.prompt_token_ids) + request.sampling.max_tokens // 2
+
+
 class Reason(NamedTuple):
-    """Why a request went where it went: kept as numbers, put into words only when asked (`str`)."""
+    """Why a request went where it went: kept as numbers, put into words only when asked (`str`).
+
+    The loads are what was known of the engine before this request was charged to it.
+    """
 
     rule: str
     """The policy's name, or `PINNED`, or `HELD`."""
@@ -35,19 +48,21 @@ class Reason(NamedTuple):
     score: float | None
     """What the policy compared; None where nothing was scored."""
 
-    load: EngineLoad
-    """What was known of the engine before this request was charged to it."""
+    inflight: int
+    waiting: int
+    running: int
+    kv_cache_usage: float
 
     def __str__(self) -> str:
         score = "" if self.score is None else f" with score {self.score:g}"
-        inflight, waiting, running, kv_cache_usage = self.load
         return (
-            f"{self.rule}{score}: {inflight} in flight, {waiting} waiting, {running} running, "
-            f"{kv_cache_usage:.0%} of KV in use"
+            f"{self.rule}{score}: {self.inflight} in flight, {self.waiting} waiting, "
+            f"{self.running} running, {self.kv_cache_usage:.0%} of KV in use"
         )
 
 
-@frozen(kw_only=True, eq=False)
+# Not frozen, as it is made for every request and frozen takes four times as long to make.
+@define(eq=False)
 class Placement:
     """A request with its engine, charged; give it back with `EarlyDispatch.release`."""
 
@@ -55,7 +70,12 @@ class Placement:
     index: int
     engine: EngineId
     charge: Charge
-    reason: Reason
+    _known: Known
+
+    @property
+    def reason(self) -> Reason:
+        """Why this engine."""
+        return Reason(*self._known)
 
 
 class EarlyDispatch:
@@ -86,23 +106,29 @@ class EarlyDispatch:
         """
         if (held := self._ledger.find(request.request_id)) is not None:
             return self._join(request, held)
-        index = self._pick(request) if request.engine is None else self._pinned(request)
-        reason = self._reason(request, index)
+        if request.engine is None:
+            index = self._policy.pick(request, self._view)
+            if not 0 <= index < len(self._view.engines):  # -1 would quietly mean the last engine
+                raise self._nowhere(request, index)
+            known = self._known(self._rule, self._policy.score(request, index, self._view), index)
+        else:
+            index = self._pinned(request)
+            known = self._known(PINNED, None, index)
         engine = self._view.engines[index]
-        charge = self._ledger.charge(request.request_id, engine)
+        charge = self._ledger.charge(request.request_id, engine, expected_tokens(request))
         try:
             self._policy.on_charge(request, index, self._view)
         except BaseException:  # a policy's bug must not leave a charge that nobody holds
             charge.release()
             raise
-        return Placement(request=request, index=index, engine=engine, charge=charge, reason=reason)
+        return Placement(request, index, engine, charge, known)
 
     def release(self, placement: Placement) -> bool:
         """Stop counting a placed request. Idempotent: True the first time, False ever after."""
         if not placement.charge.release():
             return False
         # A late release of an earlier life must not reach what the policy counts for the new one.
-        if self._view.engines[placement.index] == placement.engine:
+        if self._view.load(placement.index) is placement.charge.account:
             self._policy.on_release(placement.request, placement.index, self._view)
         return True
 
@@ -111,16 +137,13 @@ class EarlyDispatch:
         if self._view.apply(snapshot):
             self._policy.on_snapshot(self._view)
 
-    def _pick(self, request: GenerateRequest) -> int:
-        index = self._policy.pick(request, self._view)
-        count = len(self._view.engines)
-        if not 0 <= index < count:  # -1 would quietly mean the last engine
-            raise DpkitError(
-                f"cannot place request {request.request_id}: policy {self._rule} picked engine "
-                f"{index} of {count}; `pick` must return an index into `view.engines`",
-                request_id=request.request_id,
-            )
-        return index
+    def _nowhere(self, request: GenerateRequest, index: int) -> DpkitError:
+        return DpkitError(
+            f"cannot place request {request.request_id}: policy {self._rule} picked engine "
+            f"{index} of {len(self._view.engines)}; `pick` must return an index into "
+            "`view.engines`",
+            request_id=request.request_id,
+        )
 
     def _pinned(self, request: GenerateRequest) -> int:
         index = self._view.index_of(str(request.engine))
@@ -142,13 +165,8 @@ class EarlyDispatch:
                 engine=held.engine,
                 request_id=request.request_id,
             )
-        reason = Reason(HELD, None, self._view.load(index))
-        return Placement(
-            request=request, index=index, engine=held.engine, charge=held, reason=reason
-        )
+        return Placement(request, index, held.engine, held, self._known(HELD, None, index))
 
-    def _reason(self, request: GenerateRequest, index: int) -> Reason:
+    def _known(self, rule: str, score: float | None, index: int) -> Known:
         load = self._view.load(index)
-        if request.engine is not None:
-            return Reason(PINNED, None, load)
-        return Reason(self._rule, self._policy.score(request, index, self._view), load)
+        return rule, score, load.inflight, load.waiting, load.running, load.kv_cache_usage

@@ -7,25 +7,51 @@ expiry, and it counts for one life of an engine, never for the engine's name.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from dpkit.errors import RequestRejected
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from dpkit.messages import EngineId
 
 
-@frozen(eq=False)
+@define(eq=False)
+class Account:
+    """What one life of one engine holds; only the ledger writes here.
+
+    Counts are kept rather than computed, since every pick asks for them.
+    """
+
+    engine: EngineId
+    inflight: int = 0
+    """Unfinished requests."""
+
+    tokens: int = 0
+    """Their tokens, as charged."""
+
+    follower: Callable[[], object] | None = field(default=None, repr=False)
+    """Called after every change. An account that nobody follows is dropped once it is empty."""
+
+
+# Not frozen: one is made for every request, and frozen takes three times as long to make.
+@define(eq=False)
 class Charge:
     """One request counted on one life of one engine, until `release`."""
 
     request_id: str
-    engine: EngineId
+    tokens: int
+    account: Account
     _ledger: Ledger = field(repr=False)
+
+    @property
+    def engine(self) -> EngineId:
+        """The life of the engine that holds the request."""
+        return self.account.engine
 
     @property
     def released(self) -> bool:
@@ -57,21 +83,23 @@ class LedgerStatistics:
 class Ledger:
     """The books of one client.
 
-    A count is the size of a set of request ids, so none can be negative whatever the order of
-    calls; a charge is live while the ledger knows that very object, so a late release of an old
-    one cannot touch a new request that reuses its id.
+    A charge is live while the ledger knows that very object under its request id. It adds itself
+    to one account when it is made and takes itself off when it stops being live, so no count can
+    be negative whatever the order of calls, and a late release of an old charge cannot touch a new
+    request that reuses its id.
     """
 
     def __init__(self) -> None:
         self._charges: dict[str, Charge] = {}
-        self._held: dict[EngineId, set[str]] = {}
+        self._accounts: dict[EngineId, Account] = {}
         self._charged = 0
 
     def __repr__(self) -> str:
-        return f"<Ledger: {len(self._charges)} in flight on {len(self._held)} engines>"
+        busy = sum(1 for account in self._accounts.values() if account.inflight)
+        return f"<Ledger: {len(self._charges)} in flight on {busy} engines>"
 
-    def charge(self, request_id: str, engine: EngineId) -> Charge:
-        """Count a request on an engine; the returned object alone can release it.
+    def charge(self, request_id: str, engine: EngineId, tokens: int = 0) -> Charge:
+        """Count a request and its tokens on an engine; only the returned object can release it.
 
         Error handling:
             RequestRejected: the id is in flight. One id is one request: it goes to the engine
@@ -84,21 +112,48 @@ class Ledger:
                 engine=held.engine,
                 request_id=request_id,
             )
-        charge = Charge(request_id, engine, self)
-        self._held.setdefault(engine, set()).add(request_id)
-        self._charges[request_id] = charge
+        if (account := self._accounts.get(engine)) is None:
+            account = self._accounts[engine] = Account(engine)
+        charge = self._charges[request_id] = Charge(request_id, tokens, account, self)
         self._charged += 1
+        account.inflight += 1
+        account.tokens += tokens
+        if account.follower is not None:
+            account.follower()
         return charge
 
     def _release(self, charge: Charge) -> bool:
         if self._charges.get(charge.request_id) is not charge:
             return False
         del self._charges[charge.request_id]
-        held = self._held[charge.engine]
-        held.remove(charge.request_id)
-        if not held:  # a life that holds nothing leaves nothing behind
-            del self._held[charge.engine]
+        account = charge.account
+        account.inflight -= 1
+        account.tokens -= charge.tokens
+        if account.follower is not None:
+            account.follower()
+        else:
+            self._drop_if_empty(account)
         return True
+
+    def open(self, account: Account) -> None:
+        """Keep a life's counts in an account that the caller brings, perhaps with a follower.
+
+        Resource handling:
+            The caller must `close` it when the life is over. What it holds by then still counts
+            until it is released.
+        """
+        if account.engine in self._accounts:
+            raise ValueError(f"engine {account.engine} has an account already")
+        self._accounts[account.engine] = account
+
+    def close(self, account: Account) -> None:
+        """End an `open`ed account: nobody follows it any more."""
+        account.follower = None
+        self._drop_if_empty(account)
+
+    def _drop_if_empty(self, account: Account) -> None:
+        if not account.inflight:  # a life that holds nothing leaves nothing behind
+            del self._accounts[account.engine]
 
     def find(self, request_id: str) -> Charge | None:
         """The live charge of a request; None when it is unknown or has ended."""
@@ -111,35 +166,39 @@ class Ledger:
 
     def inflight(self, engine: EngineId) -> int:
         """Unfinished requests on one life of an engine."""
-        held = self._held.get(engine)
-        return 0 if held is None else len(held)
+        account = self._accounts.get(engine)
+        return 0 if account is None else account.inflight
 
     def statistics(self) -> LedgerStatistics:
         """Totals since the start and counts by engine."""
         inflight = len(self._charges)
         return LedgerStatistics(
             inflight=inflight,
-            by_engine={engine: len(held) for engine, held in self._held.items()},
+            by_engine={
+                account.engine: account.inflight
+                for account in self._accounts.values()
+                if account.inflight
+            },
             charged=self._charged,
             released=self._charged - inflight,
         )
 
     def audit(self) -> tuple[str, ...]:
-        """Every contradiction between the two tables, in words; empty when the books agree."""
-        charged = {(charge.engine, charge.request_id) for charge in self._charges.values()}
-        counted = {(engine, request_id) for engine, ids in self._held.items() for request_id in ids}
-        return (
-            *(
-                f"{request} is charged to {engine}, not counted"
-                for engine, request in sorted(charged - counted)
-            ),
-            *(
-                f"{request} is counted on {engine}, not charged"
-                for engine, request in sorted(counted - charged)
-            ),
-            *(
-                f"{engine} is listed with nothing in flight"
-                for engine, ids in self._held.items()
-                if not ids
-            ),
-        )
+        """Every contradiction between charges and accounts, in words; empty when they agree."""
+        return tuple(self._contradictions())
+
+    def _contradictions(self) -> Iterator[str]:
+        requests: Counter[EngineId] = Counter()
+        tokens: Counter[EngineId] = Counter()
+        for charge in self._charges.values():
+            requests[charge.engine] += 1
+            tokens[charge.engine] += charge.tokens
+            if self._accounts.get(charge.engine) is not charge.account:
+                yield f"{charge.request_id} is charged to {charge.engine}, which has no account"
+        for engine, account in self._accounts.items():
+            counted = f"{account.inflight} requests of {account.tokens} tokens"
+            charged = f"{requests[engine]} requests of {tokens[engine]} tokens"
+            if counted != charged:
+                yield f"{engine} counts {counted}, charged are {charged}"
+            elif not account.inflight and account.follower is None:
+                yield f"{engine} is listed with nothing in flight"

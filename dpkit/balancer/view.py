@@ -1,14 +1,18 @@
 """What one client knows of the engines' loads: its ledger's exact counts plus the newest snapshot.
 
 Knows nothing of how a snapshot was made or what a policy makes of it. The view owns its copy of the
-snapshot: a pick may bump it, and the next snapshot replaces it wholesale.
+snapshot: a pick may bump it, and the next snapshot replaces it wholesale. The in-flight counts are
+the ledger's own: an engine's load is the account in which the ledger keeps them.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from dpkit.abc import EngineLoad
+from attrs import define
+
+from dpkit.balancer.ledger import Account
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,8 +24,28 @@ UNKNOWN = (0, 0, 0.0)
 """An engine that no snapshot speaks of: no load but what this client itself gave it."""
 
 
+@define(eq=False)
+class Load(Account):
+    """All that is known of one life of an engine, as it changes."""
+
+    waiting: int = 0
+    running: int = 0
+    kv_cache_usage: float = 0.0
+    others: int = 0
+
+    def hear(self, waiting: int, running: int, kv_cache_usage: float) -> None:
+        """Replace what the last snapshot told."""
+        self.waiting = waiting
+        self.running = running
+        self.kv_cache_usage = kv_cache_usage
+        self.others = max(0, waiting + running - self.inflight)
+
+
 class LoadView:
-    """Engines by index, this client's exact counts, and its own copy of the newest snapshot."""
+    """Engines by index, this client's exact counts, and its own copy of the newest snapshot.
+
+    Opens its engines' accounts in the ledger, so a ledger has one view.
+    """
 
     def __init__(
         self,
@@ -37,17 +61,17 @@ class LoadView:
             raise ValueError(f"client {client_index} of {client_count}: count clients from 0")
         self.client_index = client_index
         self.client_count = client_count
+        self.changes: set[int] = set()
         self._ledger = ledger
         self._engines = list(engines)
         self._indices = {engine.name: index for index, engine in enumerate(engines)}
         if len(self._indices) != len(self._engines):
             raise ValueError(f"engine names must differ: {', '.join(map(str, engines))}")
-        self._forget()
+        self._loads = [self._open(index, engine) for index, engine in enumerate(engines)]
 
     def __repr__(self) -> str:
         loads = ", ".join(
-            f"{engine} {self.load(index).inflight}+{self._waiting[index]}w/{self._running[index]}r"
-            for index, engine in enumerate(self._engines)
+            f"{load.engine} {load.inflight}+{load.waiting}w/{load.running}r" for load in self._loads
         )
         return f"<LoadView of client {self.client_index}/{self.client_count}: {loads}>"
 
@@ -57,33 +81,33 @@ class LoadView:
         return self._engines
 
     @property
+    def loads(self) -> Sequence[Load]:
+        """All that is known of each engine; as it changes, so copy what you want to keep."""
+        return self._loads
+
+    @property
     def inflight(self) -> Sequence[int]:
         """This client's unfinished requests on each engine; a copy, so ask once per pick."""
-        return [self._ledger.inflight(engine) for engine in self._engines]
+        return [load.inflight for load in self._loads]
 
     @property
     def waiting(self) -> Sequence[int]:
-        """Waiting requests of all clients, from the newest snapshot, bumps since then included."""
-        return self._waiting
+        """Waiting requests of all clients, from the newest snapshot, bumps included; a copy."""
+        return [load.waiting for load in self._loads]
 
     @property
     def running(self) -> Sequence[int]:
-        """Running requests of all clients, from the newest snapshot."""
-        return self._running
+        """Running requests of all clients, from the newest snapshot; a copy."""
+        return [load.running for load in self._loads]
 
     @property
     def kv_cache_usage(self) -> Sequence[float]:
-        """Share of KV blocks in use, from the newest snapshot."""
-        return self._kv_cache_usage
+        """Share of KV blocks in use, from the newest snapshot; a copy."""
+        return [load.kv_cache_usage for load in self._loads]
 
-    def load(self, index: int) -> EngineLoad:
-        """All that is known of one engine, in constant time."""
-        return EngineLoad(
-            inflight=self._ledger.inflight(self._engines[index]),
-            waiting=self._waiting[index],
-            running=self._running[index],
-            kv_cache_usage=self._kv_cache_usage[index],
-        )
+    def load(self, index: int) -> Load:
+        """All that is known of one engine; as it changes, so copy what you want to keep."""
+        return self._loads[index]
 
     def index_of(self, name: str) -> int | None:
         """The index of the engine of this name; None: there is none."""
@@ -91,7 +115,8 @@ class LoadView:
 
     def bump_waiting(self, index: int, requests: int) -> None:
         """Count `requests` more as waiting on an engine until the next snapshot says better."""
-        self._waiting[index] += requests
+        self._loads[index].waiting += requests
+        self.changes.add(index)
 
     def apply(self, snapshot: Snapshot) -> bool:
         """Replace all loads by a snapshot's; False when it speaks of the wave state only.
@@ -101,9 +126,10 @@ class LoadView:
         """
         if snapshot.loads is None:
             return False
-        self._forget()
-        for index, load in enumerate(snapshot.loads[: len(self._engines)]):
-            self._waiting[index], self._running[index], self._kv_cache_usage[index] = load
+        heard = len(snapshot.loads)
+        for index, load in enumerate(self._loads):
+            load.hear(*(snapshot.loads[index] if index < heard else UNKNOWN))
+        self.changes.update(range(len(self._loads)))
         return True
 
     def replace(self, index: int, engine: EngineId) -> None:
@@ -115,11 +141,11 @@ class LoadView:
         del self._indices[self._engines[index].name]
         self._indices[engine.name] = index
         self._engines[index] = engine
-        self._waiting[index], self._running[index], self._kv_cache_usage[index] = UNKNOWN
+        self._ledger.close(self._loads[index])
+        self._loads[index] = self._open(index, engine)
 
-    def _forget(self) -> None:
-        count = len(self._engines)
-        waiting, running, kv_cache_usage = UNKNOWN
-        self._waiting = [waiting] * count
-        self._running = [running] * count
-        self._kv_cache_usage = [kv_cache_usage] * count
+    def _open(self, index: int, engine: EngineId) -> Load:
+        load = Load(engine, follower=partial(self.changes.add, index))
+        self._ledger.open(load)
+        self.changes.add(index)
+        return load

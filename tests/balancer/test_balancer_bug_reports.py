@@ -41,7 +41,8 @@ def stats(index: int, waiting: int, running: int, usage: float, *, step: int = 0
 
 def assert_nothing_is_left(client: Client) -> None:
     assert set(client.view.inflight) == {0}
-    assert (client.ledger._charges, client.ledger._held) == ({}, {})
+    assert client.ledger._charges == {}
+    assert set(client.ledger._accounts) == set(client.view.engines)
     assert client.ledger.audit() == ()
 
 
@@ -244,7 +245,7 @@ def test_C10_release_before_charge_cannot_be_said(make_client: MakeClient) -> No
     placement = client.place()
     answers = [client.dispatch.release(placement) for _ in range(2)]  # the engine was very fast
     assert answers == [True, False]
-    stranger = Charge("r0", EngineId("e0"), client.ledger)
+    stranger = Charge("r0", 0, client.view.load(0), client.ledger)
     assert not stranger.release()
     assert_nothing_is_left(client)
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from dpkit.balancer.ledger import Charge, Ledger
+from dpkit.balancer.ledger import Account, Charge, Ledger
 from dpkit.errors import RequestRejected
 from dpkit.messages import EngineId
 
@@ -62,17 +62,63 @@ def test_statistics_tell_totals_and_counts_by_engine() -> None:
     assert repr(ledger) == "<Ledger: 2 in flight on 1 engines>"
 
 
+def test_tokens_count_with_their_requests() -> None:
+    ledger, account = Ledger(), Account(E0)
+    ledger.open(account)
+    short, long = ledger.charge("r", E0, tokens=10), ledger.charge("s", E0, tokens=1000)
+    assert (account.inflight, account.tokens) == (2, 1010)
+    assert [long.release(), long.release(), short.release()] == [True, False, True]
+    assert (account.inflight, account.tokens) == (0, 0)
+
+
+def test_a_follower_hears_of_every_change_until_the_account_is_closed() -> None:
+    heard: list[int] = []
+    ledger = Ledger()
+    account = Account(E0, follower=lambda: heard.append(account.inflight))
+    ledger.open(account)
+    first, second = ledger.charge("r", E0), ledger.charge("s", E0)
+    first.release()
+    ledger.close(account)
+    second.release()
+    assert heard == [1, 2, 1]
+
+
+def test_a_life_that_is_over_leaves_nothing_behind() -> None:
+    ledger = Ledger()
+    idle, busy = Account(E0), Account(E1)
+    ledger.open(idle)
+    ledger.open(busy)
+    charge = ledger.charge("r", E1)
+    ledger.close(idle)
+    ledger.close(busy)
+    assert list(ledger._accounts) == [E1]
+    charge.release()
+    ledger.charge("s", E0_AGAIN).release()  # a life that nobody opened
+    assert list(ledger._accounts) == []
+
+
+def test_a_life_has_one_account() -> None:
+    ledger = Ledger()
+    ledger.open(Account(E0))
+    with pytest.raises(ValueError, match="engine e0 has an account already"):
+        ledger.open(Account(E0))
+
+
 def test_the_audit_names_each_contradiction() -> None:
     ledger = Ledger()
-    ledger.charge("r", E0)
+    ledger.charge("r", E0, tokens=5)
     ledger.charge("s", E1)
     assert ledger.audit() == ()
-    ledger._held = {E0: set(), E1: {"s", "t"}}
+    ledger._accounts[E0].tokens = 4
+    ledger._accounts[E1].inflight = 0
+    ledger._accounts[E0_AGAIN] = Account(E0_AGAIN)
     assert ledger.audit() == (
-        "r is charged to e0, not counted",
-        "t is counted on e1, not charged",
-        "e0 is listed with nothing in flight",
+        "e0 counts 1 requests of 4 tokens, charged are 1 requests of 5 tokens",
+        "e1 counts 0 requests of 0 tokens, charged are 1 requests of 0 tokens",
+        "e0#1 is listed with nothing in flight",
     )
+    del ledger._accounts[E1]
+    assert "s is charged to e1, which has no account" in ledger.audit()
 
 
 class LedgerMachine(RuleBasedStateMachine):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 from click.testing import CliRunner, Result
 
+from dpkit.balancer.ledger import Account
 from dpkit.messages import EngineId
 from dpkit.testing import coordinator, picks
 from dpkit.testing.replay import SHOWN, ReplayFileError, read_cases
@@ -110,9 +111,12 @@ def test_one_altered_count_at_the_end_is_found(altered: Alter) -> None:
 
 def test_a_ledger_that_contradicts_itself_is_found() -> None:
     case = picks.Case.parse(read_cases(PICKS)[0], "cases[0]")
-    case.ledger._held[EngineId("ghost")] = {"r0"}
+    case.ledger._accounts[EngineId("ghost")] = Account(EngineId("ghost"), inflight=1)
     assert list(case.differences("cases[0]")) == [
-        "cases[0]: the ledger contradicts itself: r0 is counted on ghost, not charged"
+        (
+            "cases[0]: the ledger contradicts itself: ghost counts 1 requests of 0 tokens, "
+            "charged are 0 requests of 0 tokens"
+        )
     ]
 
 

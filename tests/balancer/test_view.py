@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dpkit.abc import EngineLoad
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.view import LoadView
 from dpkit.messages import EngineId, Snapshot
@@ -17,6 +16,11 @@ if TYPE_CHECKING:
 E0, E1 = EngineId("e0"), EngineId("e1")
 
 
+def known(view: LoadView, index: int) -> tuple[int, int, int, float]:
+    load = view.load(index)
+    return load.inflight, load.waiting, load.running, load.kv_cache_usage
+
+
 def loads(view: LoadView) -> list[tuple[int, int, float]]:
     return list(zip(view.waiting, view.running, view.kv_cache_usage, strict=True))
 
@@ -25,7 +29,7 @@ def test_an_engine_of_unknown_load_counts_as_idle_plus_own_inflight() -> None:
     ledger = Ledger()
     view = LoadView([E0, E1], ledger)
     ledger.charge("r", E1)
-    assert view.load(1) == EngineLoad(inflight=1, waiting=0, running=0, kv_cache_usage=0.0)
+    assert known(view, 1) == (1, 0, 0, 0.0)
     assert list(view.inflight) == [0, 1]
     assert repr(view) == "<LoadView of client 0/1: e0 0+0w/0r, e1 1+0w/0r>"
 
@@ -71,7 +75,7 @@ def test_a_new_life_starts_with_nothing_in_flight_and_its_load_unknown() -> None
     view.replace(1, new_life)
     assert list(view.engines) == [E0, new_life]
     assert view.index_of("e1") == 1
-    assert view.load(1) == EngineLoad(inflight=0, waiting=0, running=0, kv_cache_usage=0.0)
+    assert known(view, 1) == (0, 0, 0, 0.0)
     assert view.load(0).waiting == 1
 
 
@@ -102,3 +106,42 @@ def test_replacing_by_a_name_in_use_is_refused(make_client: MakeClient) -> None:
     with pytest.raises(ValueError, match="e1 is engine 1 already"):
         client.view.replace(0, EngineId("e1", epoch=1))
     assert client.view.index_of("e0") == 0
+
+
+def test_what_the_snapshot_counts_beyond_ones_own_is_of_others() -> None:
+    ledger = Ledger()
+    view = LoadView([E0, E1], ledger)
+    charges = [ledger.charge(f"r{number}", E0) for number in range(3)]
+    view.apply(Snapshot(loads=((1, 4, 0.5), (0, 2, 0.5))))
+    assert [load.others for load in view.loads] == [2, 2]
+    charges[0].release()
+    ledger.charge("r3", E1)
+    assert [load.others for load in view.loads] == [2, 2], "own changes are no news of others"
+    view.apply(Snapshot(loads=((0, 1, 0.5), (0, 2, 0.5))))
+    assert [load.others for load in view.loads] == [0, 1], "an old snapshot counts none below zero"
+    view.replace(1, EngineId("e1", epoch=1))
+    assert view.load(1).others == 0
+
+
+def test_the_view_says_which_loads_changed() -> None:
+    ledger = Ledger()
+    view = LoadView([E0, E1, EngineId("e2")], ledger)
+    assert view.changes == {0, 1, 2}, "all are new"
+    view.changes.clear()
+    charge = ledger.charge("r", E1)
+    assert view.changes == {1}
+    view.bump_waiting(0, 1)
+    assert view.changes == {0, 1}
+    view.changes.clear()
+    charge.release()
+    assert view.changes == {1}
+    view.replace(2, EngineId("e2", epoch=1))
+    assert view.changes == {1, 2}
+    view.changes.clear()
+    late = ledger.charge("s", E0)
+    view.replace(0, EngineId("e0", epoch=1))
+    view.changes.clear()
+    late.release()
+    assert view.changes == set(), "an earlier life is no part of the view"
+    view.apply(Snapshot(loads=((0, 0, 0.0),)))
+    assert view.changes == {0, 1, 2}

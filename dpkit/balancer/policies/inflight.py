@@ -7,27 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpkit.abc import Policy
+from attrs import define, field
+
+from dpkit.balancer.policies.lowest import LowestScore
 
 if TYPE_CHECKING:
-    from dpkit.abc import LoadView
-    from dpkit.messages import GenerateRequest
+    from dpkit.abc import EngineLoad
 
 
-class Inflight(Policy):
+@define(eq=False)
+class Inflight(LowestScore):
     """Lowest `max(in-flight, running + waiting)`; ties go to the lowest index."""
 
-    def pick(self, request: GenerateRequest, view: LoadView) -> int:  # noqa: ARG002 - counts decide
-        """Lowest score; of equals the lowest index."""
-        scores = [
-            max(inflight, running + waiting)
-            for inflight, waiting, running in zip(
-                view.inflight, view.waiting, view.running, strict=True
-            )
-        ]
-        return scores.index(min(scores))
+    _start: int | None = field(default=0, init=False)
 
-    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float:  # noqa: ARG002
-        """The number that `pick` compares."""
-        load = view.load(index)
+    def rate(self, load: EngineLoad, clients: int) -> float:  # noqa: ARG002 - each for itself
+        """The score of one engine."""
         return max(load.inflight, load.running + load.waiting)

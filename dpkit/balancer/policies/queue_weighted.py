@@ -10,30 +10,23 @@ from typing import TYPE_CHECKING
 
 from attrs import define
 
-from dpkit.abc import Policy
+from dpkit.balancer.policies.lowest import LowestScore
 
 if TYPE_CHECKING:
-    from dpkit.abc import LoadView
+    from dpkit.abc import EngineLoad, LoadView
     from dpkit.messages import GenerateRequest
 
 
 @define(kw_only=True, eq=False)
-class QueueWeighted(Policy):
+class QueueWeighted(LowestScore):
     """Lowest `4 * waiting + running`; ties go to the first from this client's fixed start."""
 
     waiting_weight: int = 4
     """Running requests that one waiting request weighs. vLLM: 4."""
 
-    def pick(self, request: GenerateRequest, view: LoadView) -> int:
-        """Lowest score; of equals the first from the fixed start."""
-        count = len(view.engines)
-        start = count * view.client_index // view.client_count
-        scan = [(start + offset) % count for offset in range(count)]
-        return min(scan, key=lambda index: self.score(request, index, view))
-
-    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float:  # noqa: ARG002
-        """The number that `pick` compares."""
-        return view.waiting[index] * self.waiting_weight + view.running[index]
+    def rate(self, load: EngineLoad, clients: int) -> float:  # noqa: ARG002 - see `on_charge`
+        """The score of one engine."""
+        return load.waiting * self.waiting_weight + load.running
 
     def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
         """Count the request as waiting, once for each client; a pinned one is not counted."""

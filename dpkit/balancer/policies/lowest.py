@@ -1,0 +1,61 @@
+"""What the policies that take the lowest score share: a score is renewed only where a load changed.
+
+Knows no formula. The picks are those of a plain loop over all engines, at a cost that hardly grows
+with their number.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from dpkit.abc import Policy
+from dpkit.balancer.scoreboard import ScoreBoard, make_board
+
+if TYPE_CHECKING:
+    from dpkit.abc import EngineLoad, LoadView
+    from dpkit.messages import GenerateRequest
+
+
+@define(eq=False)
+class LowestScore(Policy):
+    """Picks the engine with the lowest `rate`; of equals the first from the start of the scan on.
+
+    The clients' scans start spread over the engines, so that their first picks differ.
+    """
+
+    _board: ScoreBoard = field(factory=ScoreBoard, init=False, repr=False)
+    _start: int | None = field(default=None, init=False)
+
+    @abc.abstractmethod
+    def rate(self, load: EngineLoad, clients: int) -> float:
+        """The score of an engine with this load; it may depend on nothing else."""
+
+    def pick(self, request: GenerateRequest, view: LoadView) -> int:  # noqa: ARG002 - loads decide
+        """Lowest score; of equals the first from the start on."""
+        if view.changes:
+            self._renew(view)
+        return self._board.lowest(self._scan_start(view))
+
+    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float:  # noqa: ARG002
+        """The number that `pick` compares."""
+        if view.changes:
+            self._renew(view)
+        return self._board[index]
+
+    def _scan_start(self, view: LoadView) -> int:
+        if self._start is None:
+            self._start = len(view.engines) * view.client_index // view.client_count
+        return self._start
+
+    def _renew(self, view: LoadView) -> None:
+        """A pick or a release changes one engine, a snapshot all of them."""
+        board, changes, clients = self._board, view.changes, view.client_count
+        if len(changes) < len(board):
+            for index in changes:
+                board[index] = self.rate(view.load(index), clients)
+        else:
+            self._board = make_board([self.rate(load, clients) for load in view.loads])
+        changes.clear()
