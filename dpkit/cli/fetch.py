@@ -5,7 +5,6 @@ Exit 0 when the model is there, 2 for an unknown name, 1 when it could not be fe
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -38,9 +37,8 @@ def command(name: str | None, *, list_names: bool) -> None:
         raise click.UsageError("which model? `dpkit fetch --list` lists them")
     try:
         _fetch(name)
-    except DpkitError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2 if isinstance(error, ModelNotFound) else 1)
+    except ModelNotFound as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _fetch(name: str) -> None:

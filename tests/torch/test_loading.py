@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from dpkit.checkpoint.safetensors import SafetensorsFile, write_safetensors
 from dpkit.engine.models import load_model
@@ -116,3 +118,19 @@ def test_a_python_without_torch_says_what_to_install(tiny: Path, monkeypatch) ->
     monkeypatch.setitem(sys.modules, "dpkit.engine.models.torch.model", None)
     with pytest.raises(ModelUnsupported, match=r"pip install 'dpkit\[torch\]'"):
         load_model(str(tiny))
+
+
+def test_an_engine_computes_with_as_many_threads_as_its_model_says(tiny: Path) -> None:
+    model = load_torch_model(str(tiny))
+    model.threads_per_engine = 3
+    seen: list[int] = []
+
+    def engine_thread() -> None:
+        model.allocate(num_blocks=1, block_size=1)
+        seen.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=engine_thread)
+    thread.start()
+    thread.join()
+    assert seen == [3]
+    torch.set_num_threads(1)

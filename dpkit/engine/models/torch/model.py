@@ -53,7 +53,8 @@ class TorchModel(Model):
             ModelUnsupported: an architecture, an option of it or a tensor type that isn't built.
         """
         architecture = read_architecture(checkpoint.path, checkpoint.config)
-        self.threads_per_engine = max(1, (os.cpu_count() or 1) // 2)
+        # Half of the cores that this process may use: two engines is the usual least.
+        self.threads_per_engine = max(1, len(os.sched_getaffinity(0)) // 2)
         self.spec = ModelSpec(
             max_model_len=architecture.max_positions,
             eos_token_ids=checkpoint.eos_token_ids,
