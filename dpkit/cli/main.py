@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _COMMANDS = {
     "run": "Bring a cluster up and answer prompts.",
     "check": "Say all that is wrong with a config; start nothing.",
+    "config": "Show what a config comes to.",
+    "schema": "Print the JSON Schema of a config file.",
     "fetch": "Put a model into the cache.",
 }
 

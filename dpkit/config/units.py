@@ -22,7 +22,10 @@ _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BYTES = _DECIMAL | _BINARY
 # Fifteen digits fit a double exactly: no rounding surprises, no overflow.
-_QUANTITY = re.compile(r"(\d{1,15}|\d{1,8}\.\d{1,7}) ?([A-Za-z]+)", re.ASCII)
+_NUMBER = r"(\d{1,15}|\d{1,8}\.\d{1,7})"
+
+DURATION = rf"^{_NUMBER} ?({'|'.join(_SECONDS)})$"
+SIZE = rf"^{_NUMBER} ?({'|'.join(_BYTES)})$"
 
 
 def parse_duration(raw: object) -> float:
@@ -31,7 +34,7 @@ def parse_duration(raw: object) -> float:
     Raises:
         BadValue: not a string of this form.
     """
-    return _parse(raw, _SECONDS, 'a duration such as "100ms" (units: ms, s, m, h)')
+    return _parse(raw, DURATION, _SECONDS, 'a duration such as "100ms" (units: ms, s, m, h)')
 
 
 def parse_size(raw: object) -> int:
@@ -41,7 +44,7 @@ def parse_size(raw: object) -> int:
         BadValue: not a string of this form.
     """
     units = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
-    return round(_parse(raw, _BYTES, f'a size such as "512MiB" (units: {units})'))
+    return round(_parse(raw, SIZE, _BYTES, f'a size such as "512MiB" (units: {units})'))
 
 
 def show_duration(seconds: float) -> str:
@@ -61,8 +64,8 @@ def _show(amount: float, units: Mapping[str, float], base: str) -> str:
     return f"{amount / units[unit]:.15g}{unit}"
 
 
-def _parse(raw: object, units: Mapping[str, float], expected: str) -> float:
-    match = _QUANTITY.fullmatch(raw) if isinstance(raw, str) else None
-    if match is None or match[2] not in units:
+def _parse(raw: object, pattern: str, units: Mapping[str, float], expected: str) -> float:
+    match = re.fullmatch(pattern, raw, re.ASCII) if isinstance(raw, str) else None
+    if match is None:
         raise BadValue(f"expected {expected}, got {describe(raw)}")
     return float(match[1]) * units[match[2]]

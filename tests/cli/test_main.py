@@ -17,6 +17,7 @@ from dpkit.cli.main import main
 from dpkit.messages import EngineId
 
 EXAMPLE = Path(__file__).parents[2] / "dpkit.toml"
+COMMANDS = "run, check, config, schema, fetch"
 HEAVY = {"torch", "zmq", "trio", "numpy", "transformers", "rich"}
 
 
@@ -32,7 +33,16 @@ def _imported_by(*args: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["check", str(EXAMPLE)]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["--version"],
+        ["check", str(EXAMPLE)],
+        ["config", "show", str(EXAMPLE)],
+        ["schema"],
+    ],
+)
 def test_light_commands_import_nothing_heavy(args: list[str]) -> None:
     modules = _imported_by(*args)
     assert "dpkit.cli.main" in modules
@@ -87,7 +97,7 @@ def test_no_command_shows_the_help_as_a_usage_error(capsys: pytest.CaptureFixtur
     ("args", "message"),
     [
         (["chek"], "No such command 'chek'. Did you mean 'check'?\nTry 'dpkit --help'."),
-        (["zzz"], "No such command 'zzz'. Commands: run, check, fetch.\nTry 'dpkit --help'."),
+        (["zzz"], f"No such command 'zzz'. Commands: {COMMANDS}.\nTry 'dpkit --help'."),
         (["check", "a", "b"], "Got unexpected extra argument (b)\nTry 'dpkit check --help'."),
     ],
 )

@@ -35,6 +35,12 @@ def test_every_table_has_a_heading() -> None:
 
 
 @pytest.mark.parametrize("key", VALUES)
+def test_the_documented_reason_is_the_schemas(key: str) -> None:
+    _, _, why = _rows()[key]
+    assert why.replace("`", "") == VALUES[key].metadata["why"]
+
+
+@pytest.mark.parametrize("key", VALUES)
 def test_documented_default_is_the_default(key: str) -> None:
     value, default, why = _rows()[key]
     assert value
