@@ -7,15 +7,18 @@ Knows nothing of Trio, sockets or models. Token ids are plain ints; text exists 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from attrs import field, frozen, validators
 
 from dpkit.names import FinishReason as FinishReason
 
 
-@frozen(order=True)
-class EngineId:
-    """One life of one engine: a name may come back, an incarnation never does."""
+class EngineId(NamedTuple):
+    """One life of one engine: a name may come back, an incarnation never does.
+
+    A tuple, as it is hashed at every pick and compared at every output.
+    """
 
     name: str
     epoch: int = 0

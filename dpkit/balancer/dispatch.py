@@ -14,7 +14,7 @@ from dpkit.balancer.policies import policy_name
 from dpkit.errors import DpkitError, RequestRejected
 
 if TYPE_CHECKING:
-    from dpkit.abc import Policy
+    from dpkit.abc import EngineLoad, Policy
     from dpkit.balancer.ledger import Charge, Ledger
     from dpkit.balancer.view import LoadView
     from dpkit.messages import EngineId, GenerateRequest, Snapshot
@@ -106,18 +106,22 @@ class EarlyDispatch:
         """
         if (held := self._ledger.find(request.request_id)) is not None:
             return self._join(request, held)
+        policy, view = self._policy, self._view
+        loads = view.loads
         if request.engine is None:
-            index = self._policy.pick(request, self._view)
-            if not 0 <= index < len(self._view.engines):  # -1 would quietly mean the last engine
+            index = policy.pick(request, view)
+            if not 0 <= index < len(loads):  # -1 would quietly mean the last engine
                 raise self._nowhere(request, index)
-            known = self._known(self._rule, self._policy.score(request, index, self._view), index)
+            rule, score = self._rule, policy.score(request, index, view)
         else:
             index = self._pinned(request)
-            known = self._known(PINNED, None, index)
-        engine = self._view.engines[index]
+            rule, score = PINNED, None
+        load = loads[index]
+        known = _known(rule, score, load)
+        engine = load.engine
         charge = self._ledger.charge(request.request_id, engine, expected_tokens(request))
         try:
-            self._policy.on_charge(request, index, self._view)
+            policy.on_charge(request, index, view)
         except BaseException:  # a policy's bug must not leave a charge that nobody holds
             charge.release()
             raise
@@ -165,8 +169,9 @@ class EarlyDispatch:
                 engine=held.engine,
                 request_id=request.request_id,
             )
-        return Placement(request, index, held.engine, held, self._known(HELD, None, index))
+        known = _known(HELD, None, self._view.load(index))
+        return Placement(request, index, held.engine, held, known)
 
-    def _known(self, rule: str, score: float | None, index: int) -> Known:
-        load = self._view.load(index)
-        return rule, score, load.inflight, load.waiting, load.running, load.kv_cache_usage
+
+def _known(rule: str, score: float | None, load: EngineLoad) -> Known:
+    return rule, score, load.inflight, load.waiting, load.running, load.kv_cache_usage

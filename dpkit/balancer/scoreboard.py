@@ -23,43 +23,50 @@ class ScoreBoard(list[float]):
     def lowest(self, start: int) -> int:
         """Index of the lowest score; of equals the first of start, start + 1, … going round."""
         lowest = min(self)
-        rest = self[start:]
-        # Asked first, as a ValueError costs more than a second scan.
-        return start + rest.index(lowest) if lowest in rest else self.index(lowest)
+        first = self.index(lowest)
+        if first < start:
+            rest = self[start:]
+            if lowest in rest:  # asked, as the ValueError of `index` costs more than a scan
+                return start + rest.index(lowest)
+        return first
 
 
 class BlockBoard(ScoreBoard):
     """A board in blocks of about the square root of its size, each with its minimum kept.
 
-    A look renews the minima of the blocks that changed, finds the lowest block, and in it the
-    lowest score: about 70 numbers of 512.
+    A change touches its block at most, and a look touches the minima and one block: of 512
+    scores, 23 and 45.
     """
 
     def __init__(self, scores: Iterable[float]) -> None:
         super().__init__(scores)
         self._size = isqrt(len(self))
-        self._minima = [0.0] * -(-len(self) // self._size)
-        self._stale = set(range(len(self._minima)))
+        self._minima = [min(self._block(first)) for first in range(0, len(self), self._size)]
 
     def __setitem__(self, index: int, score: float) -> None:  # type: ignore[override]
-        super().__setitem__(index, score)
-        self._stale.add(index // self._size)
+        block = index // self._size
+        before, lowest = self[index], self._minima[block]
+        list.__setitem__(self, index, score)
+        if score < lowest:
+            self._minima[block] = score
+        elif before == lowest:
+            self._minima[block] = min(self._block(block * self._size))
 
     def lowest(self, start: int) -> int:
         """Index of the lowest score; of equals the first of start, start + 1, … going round."""
-        minima, size = self._minima, self._size
-        for block in self._stale:
-            minima[block] = min(self[block * size : (block + 1) * size])
-        self._stale.clear()
+        minima = self._minima
         lowest = min(minima)
-        home = start // size
+        home = start // self._size
         if minima[home] == lowest:
-            rest = self[start : (home + 1) * size]
+            rest = self[start : (home + 1) * self._size]
             if lowest in rest:
                 return start + rest.index(lowest)
         later = minima[home + 1 :]
         block = home + 1 + later.index(lowest) if lowest in later else minima.index(lowest)
-        return self.index(lowest, block * size)
+        return self.index(lowest, block * self._size)
+
+    def _block(self, first: int) -> list[float]:
+        return self[first : first + self._size]
 
 
 def make_board(scores: list[float]) -> ScoreBoard:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define
 
-from dpkit.balancer.policies.lowest import LowestScore
+from dpkit.balancer.policies.lowest import LowestScore, scan_start
 
 if TYPE_CHECKING:
     from dpkit.abc import EngineLoad, LoadView
@@ -31,15 +31,18 @@ class KvPressure(LowestScore):
     def rate(self, load: EngineLoad, clients: int) -> float:
         """A snapshot can raise a score above the in-flight floor, never lower it below."""
         waiting = load.waiting
-        base = max(clients * load.inflight, waiting + load.running)
+        score = 0.0 + waiting + load.running  # all floats: a min of them takes half the time
+        if score < (floor := clients * load.inflight):
+            score = 0.0 + floor
         if waiting and (pressure := load.kv_cache_usage - self.kv_threshold) > 0.0:
-            return base + waiting * self.kv_weight * pressure
-        return base
+            score += waiting * self.kv_weight * pressure
+        return score
 
     def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
         """Move the start by one and count the request as waiting; a pinned one does neither."""
         if request.engine is None:
+            start = scan_start(view) if self._start is None else self._start
             # The old start plus one, not the pick plus one: ties alone rotate.
-            self._start = (self._scan_start(view) + 1) % len(view.engines)
+            self._start = (start + 1) % len(view.loads)
             # All clients see the same snapshot: assume that each of them picks as this one does.
             view.bump_waiting(index, view.client_count)

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class LowestScore(Policy):
-    """Picks the engine with the lowest `rate`; of equals the first from the start of the scan on.
-
-    The clients' scans start spread over the engines, so that their first picks differ.
-    """
+    """Picks the engine with the lowest `rate`; of equals the first from the start of the scan."""
 
     _board: ScoreBoard = field(factory=ScoreBoard, init=False, repr=False)
     _start: int | None = field(default=None, init=False)
@@ -37,7 +34,9 @@ class LowestScore(Policy):
         """Lowest score; of equals the first from the start on."""
         if view.changes:
             self._renew(view)
-        return self._board.lowest(self._scan_start(view))
+        if (start := self._start) is None:
+            start = self._start = scan_start(view)
+        return self._board.lowest(start)
 
     def score(self, request: GenerateRequest, index: int, view: LoadView) -> float:  # noqa: ARG002
         """The number that `pick` compares."""
@@ -45,17 +44,17 @@ class LowestScore(Policy):
             self._renew(view)
         return self._board[index]
 
-    def _scan_start(self, view: LoadView) -> int:
-        if self._start is None:
-            self._start = len(view.engines) * view.client_index // view.client_count
-        return self._start
-
     def _renew(self, view: LoadView) -> None:
         """A pick or a release changes one engine, a snapshot all of them."""
-        board, changes, clients = self._board, view.changes, view.client_count
+        board, changes, loads, clients = self._board, view.changes, view.loads, view.client_count
         if len(changes) < len(board):
             for index in changes:
-                board[index] = self.rate(view.load(index), clients)
+                board[index] = self.rate(loads[index], clients)
         else:
-            self._board = make_board([self.rate(load, clients) for load in view.loads])
+            self._board = make_board([self.rate(load, clients) for load in loads])
         changes.clear()
+
+
+def scan_start(view: LoadView) -> int:
+    """Where this client's scan begins: the clients' are spread over the engines."""
+    return len(view.engines) * view.client_index // view.client_count
