@@ -13,7 +13,9 @@ from dpkit.checkpoint.locate import cache_folder as cache_folder
 from dpkit.checkpoint.locate import locate as locate
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+    from typing import Any
 
     from dpkit.checkpoint.checkpoint import Checkpoint as Checkpoint
 
@@ -31,3 +33,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     from dpkit.checkpoint.gguf_hf import read_gguf  # noqa: PLC0415
 
     return read_gguf(path)
+
+
+def read_model_config(path: Path) -> Mapping[str, Any]:
+    """What the model's config.json says, or would say of a `.gguf` file; of a directory no more.
+
+    Raises:
+        ModelUnsupported: a file is missing, damaged or of a kind that cannot be read; says which.
+    """
+    if path.is_dir():
+        from dpkit.checkpoint.hf import read_config  # noqa: PLC0415 - numpy only when needed
+
+        return read_config(path)
+    return read_checkpoint(path).config

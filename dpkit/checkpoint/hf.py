@@ -24,7 +24,7 @@ def read_directory(folder: Path) -> Checkpoint:
     Raises:
         ModelUnsupported: a file that is needed is missing or is not JSON; names it.
     """
-    config = _read_json(folder / "config.json")
+    config = read_config(folder)
     tokenizer_config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
     generation = _read_json(folder / "generation_config.json", missing_ok=True)
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -37,6 +37,15 @@ def read_directory(folder: Path) -> Checkpoint:
         special_tokens=_special_tokens(tokenizer_config),
         tensors=SafetensorsFolder(folder),
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read its config.json.
+
+    Raises:
+        ModelUnsupported: it is missing or is no JSON object.
+    """
+    return _read_json(folder / "config.json")
 
 
 def write_directory(

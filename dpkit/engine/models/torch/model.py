@@ -16,9 +16,10 @@ from dpkit.abc import Model
 from dpkit.engine.models.torch.architecture import read_architecture
 from dpkit.engine.models.torch.batch import build_tensors
 from dpkit.engine.models.torch.sampler import Draw, sample
+from dpkit.engine.models.torch.spec import model_spec
 from dpkit.engine.models.torch.transformer import Transformer
 from dpkit.errors import ModelUnsupported
-from dpkit.messages import ModelSpec, StepResult
+from dpkit.messages import StepResult
 from dpkit.text.hf import HfTokenizer
 
 if TYPE_CHECKING:
@@ -28,19 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dpkit.checkpoint import Checkpoint
-    from dpkit.engine.models.torch.architecture import Architecture
     from dpkit.messages import Batch
-
-# A CPU's tokens per second stop rising at about this many sequences: from there on attention,
-# which no batch shares, costs more than the weights.
-_MAX_NUM_SEQS = 32
-
-# On a CPU a longer prefill is no faster per token, and every decode of its step waits for it.
-_MAX_NUM_BATCHED_TOKENS = 256
-
-# 32 requests of 256 tokens, or one of SmolLM2's whole context: 377 MB of its KV in float32, which
-# the kernel hands out as they are first written to.
-_KV_TOKENS = 8192
 
 
 class TorchModel(Model):
@@ -55,15 +44,7 @@ class TorchModel(Model):
         architecture = read_architecture(checkpoint.path, checkpoint.config)
         # Half of the cores that this process may use: two engines is the usual least.
         self.threads_per_engine = max(1, len(os.sched_getaffinity(0)) // 2)
-        self.spec = ModelSpec(
-            max_model_len=architecture.max_positions,
-            eos_token_ids=checkpoint.eos_token_ids,
-            vocab_size=architecture.vocab_size,
-            kv_bytes_per_token=_kv_bytes_per_token(architecture),
-            max_num_seqs=_MAX_NUM_SEQS,
-            max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
-            kv_tokens=_KV_TOKENS,
-        )
+        self.spec = model_spec(architecture, eos_token_ids=checkpoint.eos_token_ids)
         self._checkpoint = checkpoint
         self._transformer = Transformer(architecture, _reader(checkpoint))
 
@@ -101,11 +82,6 @@ class TorchModel(Model):
         return StepResult(
             sampled=[None if row.output_index is None else next(sampled) for row in batch.rows]
         )
-
-
-def _kv_bytes_per_token(architecture: Architecture) -> int:
-    per_layer = 2 * architecture.num_kv_heads * architecture.head_dim
-    return architecture.num_layers * per_layer * torch.float32.itemsize
 
 
 def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
