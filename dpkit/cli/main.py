@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _COMMANDS = {
     "run": "Bring a cluster up and answer prompts.",
     "check": "Say all that is wrong with a config; start nothing.",
+    "explain": "Say in plain words what a config does; start nothing.",
     "config": "Show what a config comes to.",
     "schema": "Print the JSON Schema of a config file.",
     "fetch": "Put a model into the cache.",

@@ -17,7 +17,7 @@ from dpkit.cli.main import main
 from dpkit.messages import EngineId
 
 EXAMPLE = Path(__file__).parents[2] / "dpkit.toml"
-COMMANDS = "run, check, config, schema, fetch"
+COMMANDS = "run, check, explain, config, schema, fetch"
 HEAVY = {"torch", "zmq", "trio", "numpy", "transformers", "rich"}
 
 

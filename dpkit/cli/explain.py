@@ -1,0 +1,152 @@
+"""`dpkit explain`: what a config does, in plain words. Starts nothing and loads no weights."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import TYPE_CHECKING
+
+import attrs
+import click
+
+from dpkit.cli.facts import group_facts
+from dpkit.config.load import load_config
+from dpkit.config.units import show_duration
+from dpkit.names import PolicyName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dpkit.cli.facts import GroupFacts, KvFacts
+    from dpkit.config.schema import Config
+
+# What decides, in one sentence each; docs/balancing.md says more.
+POLICIES = {
+    PolicyName.KV_PRESSURE: (
+        "the engine with the lowest max(clients * in-flight, waiting + running) "
+        "+ 6 * waiting * max(0, KV usage - 0.5) gets it; ties rotate."
+    ),
+    PolicyName.INFLIGHT: (
+        "the engine with the lowest max(in-flight, waiting + running) gets it; of equals the first."
+    ),
+    PolicyName.QUEUE_WEIGHTED: (
+        "the engine with the lowest 4 * waiting + running gets it; "
+        "of equals the first from where this client begins to look."
+    ),
+    PolicyName.ROUND_ROBIN: "each engine in turn gets one, whatever its load.",
+}
+
+_LOSS = (
+    "When an engine dies, the cluster ends, cleanly: your block is cancelled, the other engines "
+    "finish their steps and free their memory, and ClusterFailed names the engine and carries the "
+    "first error. No request is sent again."
+)
+
+
+@click.command("explain")
+@click.argument("file", default="dpkit.toml", type=click.Path())
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Say in plain words what FILE (default: dpkit.toml) does: engines, memory, balancing, end.
+
+    Starts nothing; of a model that is here it reads the config.json only.
+    """
+    config = load_config(file, overrides=overrides)
+    groups = [group_facts(group) for group in config.engines]
+    if as_json:
+        click.echo(json.dumps({"file": file, **_facts(config, groups)}))
+        return
+    for paragraph in _paragraphs(file, config, groups):
+        click.echo(textwrap.fill(paragraph, 100, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def explain_policy(name: str) -> str:
+    """How a policy decides, as one sentence that goes on from a colon."""
+    if name in POLICIES:
+        return POLICIES[PolicyName(name)]
+    return "your own class decides, which is not loaded to explain a file."
+
+
+def _facts(config: Config, groups: Sequence[GroupFacts]) -> dict[str, object]:
+    policy = config.balancer.policy
+    return {
+        "cluster": config.cluster.name,
+        "engines": [attrs.asdict(group) for group in groups],
+        "policy": {"name": policy, "decides": explain_policy(policy)},
+        "coordinator": attrs.asdict(config.coordinator),
+        "on_engine_loss": _LOSS,
+        "grace": config.cluster.grace,
+    }
+
+
+def _paragraphs(file: str, config: Config, groups: Sequence[GroupFacts]) -> Iterator[str]:
+    count = _count(sum(group.count for group in groups), "engine")
+    models = ", ".join(dict.fromkeys(group.model for group in groups))
+    yield f"{file} declares cluster {config.cluster.name!r}: {count} of {models}."
+    for group in groups:
+        yield ""
+        yield from _group(group)
+    yield ""
+    yield from _balancing(config)
+    yield ""
+    yield _LOSS
+    yield (
+        "When your block ends, requests in flight are aborted; all is gone within "
+        f"{show_duration(config.cluster.grace)} and the rest of one step."
+    )
+
+
+def _group(group: GroupFacts) -> Iterator[str]:
+    verb, each = ("is a task", "It") if group.count == 1 else ("are tasks", "Each")
+    yield f"{group.engines} {verb} in this process. {each} serves {group.model}{_weights(group)}."
+    if group.note:
+        yield f"  Of this model not all is known: {group.note}."
+    yield f"  {_memory(group.kv)}{' Equal beginnings share blocks.' * group.prefix_cache}"
+    seqs, tokens = group.max_num_seqs, group.max_num_batched_tokens
+    yield (
+        f"  One step: at most {_or_own(seqs, 'running request')} and {_or_own(tokens, 'token')}."
+    )
+    if group.max_model_len:
+        yield f"  One request: at most {group.max_model_len:,} tokens, prompt and answer together."
+
+
+def _weights(group: GroupFacts) -> str:
+    quantised = "" if group.quant == "none" else f", weights in {group.quant}"
+    dtype = "" if group.dtype == "auto" else f", computed in {group.dtype}"
+    return dtype + quantised
+
+
+def _memory(kv: KvFacts | None) -> str:
+    if kv is None:
+        return "KV cache: as large as the model says when it is loaded."
+    held = f" ({kv.bytes / 2**20:,.0f} MiB)" if kv.bytes else ""
+    room = _count(kv.typical_requests, "request")
+    return (
+        f"KV cache: {kv.tokens:,} tokens in {kv.blocks:,} blocks of {kv.block_size}{held}: room "
+        f"for {room} of typical length ({kv.typical_tokens:,} tokens, prompt and answer together)."
+    )
+
+
+def _balancing(config: Config) -> Iterator[str]:
+    policy, coordinator = config.balancer.policy, config.coordinator
+    yield f"Balancing: a request gets its engine the moment it comes. By policy {policy}, " + (
+        explain_policy(policy)
+    )
+    if not coordinator.publish:
+        yield "  Engines publish no counts: only the client's own in-flight requests are known."
+        return
+    yield (
+        "  The coordinator tells every client how many requests wait and run on each engine and "
+        f"how full its KV cache is, at most every {show_duration(coordinator.interval)}."
+    )
+    if coordinator.wave_coordination:
+        yield "  Engines step together, in waves; an idle one is woken when another gets work."
+
+
+def _or_own(limit: int | None, noun: str) -> str:
+    return f"the model's own number of {noun}s" if limit is None else _count(limit, noun)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,168 @@
+"""`dpkit explain`: what it says, what it counts, and that it starts and imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dpkit.balancer.policies.kv_pressure import KvPressure
+from dpkit.balancer.policies.queue_weighted import QueueWeighted
+from dpkit.cli.explain import POLICIES, explain_policy
+from dpkit.cli.main import main
+from dpkit.costmodel import PRESETS
+from dpkit.names import PolicyName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Explain = Callable[..., str]
+
+EXAMPLE = Path(__file__).parents[2] / "dpkit.toml"
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 512,
+}
+BYTES_PER_TOKEN = 2 * 2 * 2 * 2 * 4  # layers, K and V, heads, head_dim, float32
+
+
+@pytest.fixture
+def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
+    def run(file: Path, *flags: str) -> str:
+        assert main(["explain", str(file), *flags]) == 0
+        out, err = capsys.readouterr()
+        assert not err
+        return out
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(SHAPE))
+    path = tmp_path / "dpkit.toml"
+    path.write_text('[[engines]]\nmodel = "./weights"\ncount = 3\n')
+    return path
+
+
+def _group(out: str) -> dict[str, Any]:
+    (group,) = json.loads(out)["engines"]
+    assert isinstance(group, dict)
+    return group
+
+
+def test_every_policy_has_its_sentence_and_no_other() -> None:
+    assert set(POLICIES) == set(PolicyName)
+    assert all(sentence.endswith(".") for sentence in POLICIES.values())
+    assert "your own class" in explain_policy("my.pkg:Policy")
+
+
+def test_the_sentences_numbers_are_the_policies() -> None:
+    kv, queue = KvPressure(), QueueWeighted()
+    assert (
+        f"{kv.kv_weight:g} * waiting * max(0, KV usage - {kv.kv_threshold})"
+        in (POLICIES[PolicyName.KV_PRESSURE])
+    )
+    assert f"{queue.waiting_weight} * waiting" in POLICIES[PolicyName.QUEUE_WEIGHTED]
+
+
+def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explain) -> None:
+    out = " ".join(explain(EXAMPLE, "--set", "engines.0.model=cost:h200-8b").split())
+    for said in [
+        "2 engines of cost:h200-8b",
+        "smol-0 and smol-1 are tasks in this process",
+        "800,000 tokens in 50,000 blocks of 16: room for 781 requests of typical length (1,024 ",
+        "at most 256 running requests and 8,192 tokens",
+        f"By policy kv_pressure, {POLICIES[PolicyName.KV_PRESSURE]}",
+        "at most every 100ms",
+        "When an engine dies, the cluster ends, cleanly",
+        "ClusterFailed",
+        "within 10s",
+    ]:
+        assert said in out
+
+
+def test_of_a_model_that_is_here_config_json_is_enough(explain: Explain, file: Path) -> None:
+    group = _group(explain(file, "--json", "--set", "engines.0.kv.memory=1MiB"))
+    blocks = 2**20 // BYTES_PER_TOKEN // 16
+    assert group["note"] is None
+    assert group["max_model_len"] == 512
+    assert group["kv"] == {
+        "tokens": blocks * 16,
+        "blocks": blocks,
+        "block_size": 16,
+        "bytes": blocks * 16 * BYTES_PER_TOKEN,
+        "typical_tokens": 512,  # no request is longer than the model
+        "typical_requests": blocks // 32,
+    }
+    assert "engine-0 to engine-2 are tasks" in explain(file)
+
+
+def test_a_model_that_is_not_here_is_told_and_the_rest_goes_on(
+    explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPKIT_CACHE", str(tmp_path))
+    out = " ".join(explain(EXAMPLE).split())
+    assert "`dpkit fetch smollm2-135m` gets it" in out
+    assert "KV cache: as large as the model says when it is loaded" in out
+    assert "When an engine dies" in out
+    sized = ["--set", "engines.0.kv.num_blocks=100", "--set", "engines.0.scheduler.max_num_seqs=7"]
+    group = _group(explain(EXAMPLE, "--json", *sized))
+    assert (group["kv"]["tokens"], group["kv"]["bytes"]) == (1600, None)
+    assert (group["max_num_seqs"], group["max_num_batched_tokens"]) == (7, None)
+
+
+def test_a_model_that_cannot_be_run_is_told(explain: Explain, file: Path) -> None:
+    (file.parent / "weights" / "config.json").write_text('{"architectures": ["OddForCausalLM"]}')
+    assert "OddForCausalLM" in explain(file)
+
+
+def test_a_pool_without_a_block_is_told(explain: Explain, file: Path) -> None:
+    note = _group(explain(file, "--json", "--set", "engines.0.kv.memory=1B"))["note"]
+    assert note.startswith("it would not start: kv.block_size: kv.memory of 1 bytes")
+
+
+def test_your_own_classes_are_not_imported(explain: Explain, file: Path) -> None:
+    flags = ["--set", "engines.0.model=antigravity:Model", "--set", "balancer.policy=this:Policy"]
+    assert "your own class" in explain(file, *flags)
+    assert not {"antigravity", "this"} & set(sys.modules)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_has_room_for_a_typical_request(explain: Explain, preset: str) -> None:
+    group = _group(explain(EXAMPLE, "--json", "--set", f"engines.0.model=cost:{preset}"))
+    assert group["kv"]["typical_requests"] >= 1
+
+
+def test_switches_are_told(explain: Explain, file: Path) -> None:
+    flags = ["coordinator.publish=false", "engines.0.dtype=bfloat16", "engines.0.quant=int4"]
+    out = " ".join(explain(file, *(word for flag in flags for word in ("--set", flag))).split())
+    assert "Engines publish no counts" in out
+    assert "computed in bfloat16, weights in int4" in out
+    waves = explain(file, "--set", "coordinator.wave_coordination=true")
+    assert "Engines step together" in waves
+
+
+def test_neither_torch_nor_trio_is_imported(file: Path) -> None:
+    code = "import sys; from dpkit.cli.main import main; main(sys.argv[1:]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "explain", str(file)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=15,
+    )
+    assert not set(done.stdout.splitlines()[-1].split()) & {"torch", "trio", "zmq", "transformers"}
