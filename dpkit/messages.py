@@ -6,12 +6,15 @@ Knows nothing of Trio, sockets or models. Token ids are plain ints; text exists 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
-from dpkit.names import FinishReason as FinishReason
+from dpkit.names import FinishReason as FinishReason  # noqa: PLC0414, TC001 - to be had from here
+from dpkit.sampling import SamplingParams as SamplingParams  # noqa: PLC0414 - likewise
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
 
 
 class EngineId(NamedTuple):
@@ -28,20 +31,17 @@ class EngineId(NamedTuple):
 
 
 @frozen(kw_only=True)
-class SamplingParams:
-    """How output tokens are chosen and when a request ends.
+class TokenLogprob:
+    """How likely the model itself found one token at its place.
 
-    Greedy by default: the same prompt gives the same text, which is what a first try, a test and
-    a bug report want.
+    Natural logarithms of the model's own distribution: before temperature, penalties, bias and
+    filters.
     """
 
-    max_tokens: int = field(default=128, validator=validators.ge(1))
-    temperature: float = field(default=0.0, validator=validators.ge(0.0))  # 0 is greedy
-    top_k: int = field(default=0, validator=validators.ge(0))  # 0 keeps all tokens
-    top_p: float = field(default=1.0, validator=[validators.gt(0.0), validators.le(1.0)])
-    seed: int | None = None  # None: drawn by the client, so that a retry repeats the same draw
-    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence tokens
-    ignore_eos: bool = False
+    token_id: int
+    logprob: float
+    rank: int  # 1: no other token was likelier
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, best first
 
 
 @frozen(kw_only=True)
@@ -61,16 +61,24 @@ class EngineOutput:
 
     request_id: str
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one a token where they were asked for, else none
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # all at once, with the first token
     finish_reason: FinishReason | None = None
     error: Exception | None = None  # with FinishReason.ERROR: what the client raises
 
 
 @frozen(kw_only=True)
 class Output:
-    """Everything that became ready since the client last looked."""
+    """Everything that became ready since the client last looked.
+
+    A token's text may come later than the token: half a character, or what may turn out to be a
+    stop string, is held back.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()  # one a token where they were asked for, else none
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # all at once, with the first token
     finish_reason: FinishReason | None = None
 
 
@@ -79,8 +87,10 @@ class Completion:
     """A finished request. Times are seconds from `generate` being entered."""
 
     request_id: str
-    text: str
-    token_ids: tuple[int, ...]
+    text: str  # after the prompt's, if the request has `echo`; without a stop string
+    token_ids: tuple[int, ...]  # of the output; those that made up a stop string are among them
+    logprobs: tuple[TokenLogprob, ...] = ()  # one a token where they were asked for, else none
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of each prompt token but the first
     finish_reason: FinishReason
     engine: EngineId
     ttft_s: float
@@ -127,7 +137,7 @@ class StartWave:
 
 @frozen(kw_only=True)
 class BatchRow:
-    """One request's share of one step. The sequences are read-only while the step runs."""
+    """One request's share of one step. Its sequences are to be read, and only while that runs."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -136,6 +146,9 @@ class BatchRow:
     start: int  # position of the first of them: tokens whose KV is already cached
     block_ids: Sequence[int]  # block table; covers start + len(token_ids) positions
     output_index: int | None  # which output token this row samples; None inside a prompt
+    output_token_ids: Sequence[int] = ()  # all before it
+    banned_token_ids: Collection[int] = ()  # not to be sampled now: they would end the text
+    scored: range = range(0)  # places of the prompt tokens whose logprobs this row must tell
 
     @property
     def is_decode(self) -> bool:
@@ -160,10 +173,14 @@ class StepResult:
     """What a model made of a batch.
 
     `sampled[i]` is the token for `batch.rows[i]`, and None exactly where `output_index` is None.
+    `logprobs[i]` is there for each row that samples and has `sampling.logprobs`, and
+    `prompt_logprobs[i]`, one for each place, for each row with something `scored`.
     `duration_s` is virtual time the busy loop sleeps before it delivers (cost models only).
     """
 
     sampled: Sequence[int | None]
+    logprobs: Mapping[int, TokenLogprob] = field(factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(factory=dict)
     duration_s: float = 0.0
 
 
@@ -177,6 +194,7 @@ class ModelSpec:
     max_model_len: int | None = None  # positions; None: bounded by the KV pool only
     eos_token_ids: frozenset[int] = frozenset()
     vocab_size: int = 2**31  # token ids are below this; an engine refuses prompts with others
+    tells_logprobs: bool = False  # if not, an engine refuses requests that ask for them
     kv_bytes_per_token: int = 0  # 0: the KV cache is only counted, not held
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

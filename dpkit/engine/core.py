@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, frozen
 
+from dpkit.engine.checks import check_result, find_problem
 from dpkit.engine.request import Request
 from dpkit.engine.scheduler import Scheduler
-from dpkit.errors import InternalError, RequestRejected
+from dpkit.errors import RequestRejected
 from dpkit.messages import EngineOutput
 from dpkit.names import FinishReason
 
@@ -60,8 +61,9 @@ class EngineCore:
         """
         self.model = model
         self.limits = limits
-        eos = model.spec.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)
-        self._scheduler = Scheduler(limits, eos)
+        eos = model.spec.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self._eos_token_ids = frozenset(eos)
+        self._scheduler = Scheduler(limits)
         self._refusals: dict[str, EngineOutput] = {}
         self._num_refused = 0
 
@@ -82,7 +84,7 @@ class EngineCore:
         """Queue a request. A bad one is refused by an output, never by an exception."""
         problem = self._problem(request)
         if problem is None:
-            self._scheduler.add(Request(request))
+            self._scheduler.add(Request(request, self._eos_token_ids))
             return
         self._num_refused += 1
         error = RequestRejected(f"cannot serve request: {problem}", request_id=request.request_id)
@@ -91,26 +93,10 @@ class EngineCore:
         )
 
     def _problem(self, request: GenerateRequest) -> str | None:
-        """Why a request can never be served here, if so."""
-        prompt = request.prompt_token_ids
-        asked = len(prompt) + request.sampling.max_tokens
-        sizes = f"{len(prompt)} prompt tokens and max_tokens = {request.sampling.max_tokens}"
-        longest, vocab_size = self.limits.max_model_len, self.model.spec.vocab_size
+        """Why a request cannot be taken in, if so."""
         if request.request_id in self._scheduler:
             return "another request with its id is still in this engine; give each its own"
-        if not prompt:
-            return "the prompt is empty; give at least one token"
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            return f"token ids must be 0 to {vocab_size - 1}, not {min(prompt)} to {max(prompt)}"
-        if longest is not None and asked > longest:
-            return f"{sizes} are {asked - longest} more than the model's {longest} positions"
-        # The token sampled last is never computed, so it needs no room.
-        if (excess := asked - 1 - self.limits.kv_tokens) > 0:
-            return (
-                f"{sizes} need room for {asked - 1} tokens, {excess} more than the KV cache's "
-                f"{self.limits.kv_tokens} ({self.limits.num_blocks} blocks)"
-            )
-        return None
+        return find_problem(request, self.limits, self.model.spec)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests whose clients have left, in whatever state; they give no output any more.
@@ -144,7 +130,7 @@ class EngineCore:
             InternalError: the result does not fit the batch, a bug of the model's; nothing changed.
         """
         check_result(self.model, batch, result)
-        return self._scheduler.apply(batch, result.sampled)
+        return self._scheduler.apply(batch, result)
 
     def take_outputs(self) -> list[EngineOutput]:
         """Return the refusals since the last call."""
@@ -171,24 +157,3 @@ class EngineCore:
             InternalError: a block is leaked or a request lost.
         """
         self._scheduler.check()
-
-
-def check_result(model: Model, batch: Batch, result: StepResult) -> None:
-    """Check that a model sampled a token for each row that asked for one, and for no other.
-
-    Raises:
-        InternalError: it did not; the message names the model's class.
-    """
-    name = f"{type(model).__module__}.{type(model).__qualname__}.execute()"
-    sampled, rows, vocab_size = result.sampled, batch.rows, model.spec.vocab_size
-    if len(sampled) != len(rows):
-        raise InternalError(f"{name} returned {len(sampled)} tokens for {len(rows)} rows")
-    for index, (row, token_id) in enumerate(zip(rows, sampled, strict=True)):
-        if row.output_index is None:
-            if token_id is not None:
-                raise InternalError(f"{name} sampled row {index}, which ends inside its prompt")
-        elif type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise InternalError(
-                f"{name} must sample an int from 0 to {vocab_size - 1} for row {index}, "
-                f"not {token_id!r}"
-            )

@@ -19,7 +19,7 @@ from dpkit.names import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from dpkit.messages import GenerateRequest
+    from dpkit.messages import GenerateRequest, TokenLogprob
 
 
 class Unfinished(enum.StrEnum):
@@ -53,14 +53,22 @@ class Request:
     """What was asked, and how far it got."""
 
     ask: GenerateRequest
+    eos_token_ids: Collection[int] = ()
     state: State = field(default=Unfinished.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt, then output
+    output_token_ids: list[int] = field(factory=list, init=False)
+    prompt_logprobs: list[TokenLogprob] = field(factory=list, init=False)  # as far as computed
     num_computed: int = field(default=0, init=False)  # leading tokens whose KV its blocks hold
     block_ids: list[int] = field(factory=list, init=False)
+    _end_token_ids: Collection[int] = field(init=False)
     _hashes: list[bytes] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
+        sampling = self.ask.sampling
         self.token_ids = list(self.ask.prompt_token_ids)
+        self._end_token_ids = frozenset(sampling.stop_token_ids).union(
+            () if sampling.ignore_eos else self.eos_token_ids
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -70,7 +78,23 @@ class Request:
     @property
     def num_outputs(self) -> int:
         """Tokens sampled so far."""
-        return len(self.token_ids) - len(self.ask.prompt_token_ids)
+        return len(self.output_token_ids)
+
+    @property
+    def num_findable(self) -> int:
+        """Leading tokens whose KV may come from the cache.
+
+        Never the last: one must be computed to sample from. Nor any whose successor's logprob is
+        asked for and not told yet: that takes the token's scores, and the cache has none.
+        """
+        if self.ask.sampling.prompt_logprobs is None or self.is_scored:
+            return len(self.token_ids) - 1
+        return len(self.prompt_logprobs)
+
+    @property
+    def is_scored(self) -> bool:
+        """The logprobs of all prompt tokens but the first are known."""
+        return len(self.prompt_logprobs) == len(self.ask.prompt_token_ids) - 1
 
     def move_to(self, state: State) -> None:
         """Change state.
@@ -89,7 +113,8 @@ class Request:
         """Share of a step that computes at most `budget` of the tokens not computed yet."""
         start = self.num_computed
         token_ids = self.token_ids[start : start + budget]
-        samples = start + len(token_ids) == len(self.token_ids)
+        end = start + len(token_ids)
+        samples = end == len(self.token_ids)
         return BatchRow(
             request_id=self.ask.request_id,
             prompt_token_ids=self.ask.prompt_token_ids,
@@ -98,16 +123,32 @@ class Request:
             start=start,
             block_ids=self.block_ids,
             output_index=self.num_outputs if samples else None,
+            output_token_ids=self.output_token_ids,
+            banned_token_ids=() if self._may_end else self._end_token_ids,
+            scored=self._scored(end),
         )
 
-    def append(self, token_id: int, eos_token_ids: Collection[int]) -> FinishReason | None:
+    @property
+    def _may_end(self) -> bool:
+        """The next token may be one that ends the text."""
+        return self.num_outputs >= self.ask.sampling.min_tokens
+
+    def _scored(self, end: int) -> range:
+        """Places of prompt tokens whose logprobs come out of a step that computes up to `end`."""
+        if self.ask.sampling.prompt_logprobs is None:
+            return range(0)
+        first = 1 + len(self.prompt_logprobs)
+        return range(first, min(end + 1, len(self.ask.prompt_token_ids)))
+
+    def append(self, token_id: int) -> FinishReason | None:
         """Take a sampled token; return why the request ends with it, if it does."""
+        # A model that cannot help saying what it must not (echo) does not end the text by it.
+        ends_text = token_id in self._end_token_ids and self._may_end
         self.token_ids.append(token_id)
-        sampling = self.ask.sampling
-        ends_text = token_id in eos_token_ids and not sampling.ignore_eos
-        if ends_text or token_id in sampling.stop_token_ids:
+        self.output_token_ids.append(token_id)
+        if ends_text:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_outputs >= sampling.max_tokens else None
+        return FinishReason.LENGTH if self.num_outputs >= self.ask.sampling.max_tokens else None
 
     def block_hashes(self, count: int, block_size: int) -> Sequence[bytes]:
         """Hashes of at least the first `count` blocks, all full; each is computed once."""

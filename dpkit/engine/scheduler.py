@@ -31,9 +31,8 @@ from dpkit.messages import Batch, BatchRow, EngineOutput
 from dpkit.names import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from dpkit.engine.limits import EngineLimits
+    from dpkit.messages import StepResult, TokenLogprob
 
 
 @define
@@ -68,13 +67,12 @@ class _Plan:
 class Scheduler:
     """The queues of one engine."""
 
-    def __init__(self, limits: EngineLimits, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.counters = Counters()
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting: OrderedDict[str, Request] = OrderedDict()
-        self._eos_token_ids = eos_token_ids
         self._batch: Batch | None = None  # in flight
         self._step: dict[Request, BatchRow] = {}  # the same, by request
 
@@ -158,8 +156,7 @@ class Scheduler:
         size = self.limits.block_size
         hits: list[int] = []
         if self.limits.prefix_cache:
-            # One token must be computed to sample from, so the last one is never looked up.
-            findable = (len(request.token_ids) - 1) // size
+            findable = request.num_findable // size
             hits = self.pool.match(request.block_hashes(findable, size)[:findable])
         needed = -(-len(request.token_ids) // size)
         fresh = self.pool.allocate(needed - len(hits), hits=hits)
@@ -170,7 +167,7 @@ class Scheduler:
         self.counters.prefix_hit_tokens += request.num_computed
         return True
 
-    def apply(self, batch: Batch, sampled: Sequence[int | None]) -> list[EngineOutput]:
+    def apply(self, batch: Batch, result: StepResult) -> list[EngineOutput]:
         """Take in what the step in flight made, and end the requests that are done.
 
         Rows of requests that were aborted meanwhile only give their blocks back.
@@ -180,13 +177,14 @@ class Scheduler:
         step, self._step, self._batch = self._step, {}, None
         self.counters.steps += 1
         outputs = []
-        for (request, row), token_id in zip(step.items(), sampled, strict=True):
+        for index, (request, row) in enumerate(step.items()):
             if request.is_finished:
                 self._release(request)
                 continue
             self._advance(request, len(row.token_ids))
-            if token_id is not None:
-                outputs.append(self._append(request, token_id))
+            request.prompt_logprobs += result.prompt_logprobs.get(index, ())
+            if (token_id := result.sampled[index]) is not None:
+                outputs.append(self._append(request, token_id, result.logprobs.get(index)))
         return outputs
 
     def _advance(self, request: Request, count: int) -> None:
@@ -199,10 +197,13 @@ class Scheduler:
             for index in range(full_before, full):
                 self.pool.seal(request.block_ids[index], hashes[index])
 
-    def _append(self, request: Request, token_id: int) -> EngineOutput:
-        reason = request.append(token_id, self._eos_token_ids)
+    def _append(
+        self, request: Request, token_id: int, logprob: TokenLogprob | None
+    ) -> EngineOutput:
+        reason = request.append(token_id)
+        is_first = request.num_outputs == 1
         self.counters.output_tokens += 1
-        if request.num_outputs == 1:
+        if is_first:
             self.counters.prompt_tokens += len(request.ask.prompt_token_ids)
         if reason is not None:
             request.move_to(reason)
@@ -210,7 +211,11 @@ class Scheduler:
             self._release(request)
             self.counters.requests_finished += 1
         return EngineOutput(
-            request_id=request.ask.request_id, token_ids=(token_id,), finish_reason=reason
+            request_id=request.ask.request_id,
+            token_ids=(token_id,),
+            logprobs=() if logprob is None else (logprob,),
+            prompt_logprobs=tuple(request.prompt_logprobs) if is_first else (),
+            finish_reason=reason,
         )
 
     def _release(self, request: Request) -> None:

@@ -14,10 +14,12 @@ from dpkit.messages import GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dpkit.abc import Model
 
-def _make_core(**limits: Any) -> EngineCore:
+
+def _make_core(model: Model | None = None, **limits: Any) -> EngineCore:
     defaults = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "block_size": 4, "num_blocks": 64}
-    return EngineCore(EchoModel(), limits=EngineLimits(**(defaults | limits)))
+    return EngineCore(model or EchoModel(), limits=EngineLimits(**(defaults | limits)))
 
 
 def _ask(request_id: str, prompt: int | tuple[int, ...] = 4, **sampling: Any) -> GenerateRequest:

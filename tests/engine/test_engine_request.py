@@ -60,8 +60,8 @@ def test_output_ends_at_a_stop_token_or_at_max_tokens() -> None:
         ask = GenerateRequest(
             request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(**sampling)
         )
-        request = Request(ask)
-        return [request.append(token, {9}) for token in tokens]
+        request = Request(ask, {9})
+        return [request.append(token) for token in tokens]
 
     assert reasons([1, 2, 3], max_tokens=3) == [None, None, FinishReason.LENGTH]
     assert reasons([1, 9], max_tokens=5) == [None, FinishReason.STOP]

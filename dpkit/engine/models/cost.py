@@ -9,15 +9,17 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attrs import evolve
+
 from dpkit.abc import Model
 from dpkit.costmodel import PRESETS, StepCost
-from dpkit.engine.models.echo import echo_token
+from dpkit.engine.models.echo import certain, echo_token
 from dpkit.errors import ModelNotFound
-from dpkit.messages import ModelSpec, StepResult
+from dpkit.messages import ModelSpec
 from dpkit.text.bytes import ByteTokenizer
 
 if TYPE_CHECKING:
-    from dpkit.messages import Batch
+    from dpkit.messages import Batch, StepResult
 
 
 class CostModel(Model):
@@ -41,6 +43,7 @@ class CostModel(Model):
             max_num_seqs=found.max_num_seqs,
             max_num_batched_tokens=found.max_num_batched_tokens,
             kv_tokens=found.kv_tokens,
+            tells_logprobs=True,
         )
 
     def tokenizer(self) -> ByteTokenizer:
@@ -49,8 +52,8 @@ class CostModel(Model):
 
     def execute(self, batch: Batch, cache: Any) -> StepResult:  # noqa: ARG002 - it has none
         """Sample by echo; the duration is the preset's."""
-        sampled = [echo_token(row) for row in batch.rows]
-        return StepResult(sampled=sampled, duration_s=step_seconds(self.cost, batch))
+        result = certain(batch, [echo_token(row) for row in batch.rows])
+        return evolve(result, duration_s=step_seconds(self.cost, batch))
 
 
 def step_seconds(cost: StepCost, batch: Batch) -> float:
