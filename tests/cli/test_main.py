@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from dpkit.cli import main as cli
 from dpkit.cli.main import main
 from dpkit.messages import EngineId
 
-EXAMPLE = Path(__file__).parents[2] / "dpkit.toml"
+ROOT = Path(__file__).parents[2]
+EXAMPLE, README = ROOT / "dpkit.toml", ROOT / "README.md"
 COMMANDS = "run, check, explain, config, schema, fetch"
 HEAVY = {"torch", "zmq", "trio", "numpy", "transformers", "rich"}
 
@@ -185,3 +187,8 @@ def test_ctrl_c_while_a_command_works_is_130() -> None:
     done = _python("-c", code, capture_output=True)
     assert done.returncode == 128 + signal.SIGINT
     assert "Traceback" not in done.stderr
+
+
+def test_the_readme_lists_every_command_and_no_other() -> None:
+    rows = re.findall(r"^\| `dpkit ([a-z]+)[^`]*` \|", README.read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(cli.dpkit.list_commands(click.Context(cli.dpkit)))
