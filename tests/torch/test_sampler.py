@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from attrs import evolve
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dpkit.engine.models.torch.noise import gumbel
@@ -24,6 +25,8 @@ def shares(scores: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     ranked, tokens = (scores.double() / sampling.temperature).sort(descending=True)
     if sampling.top_k:
         ranked[sampling.top_k :] = -torch.inf
+    if sampling.min_p:
+        ranked[ranked < ranked[0] + torch.tensor(sampling.min_p).double().log()] = -torch.inf
     probabilities = ranked.softmax(-1)
     if sampling.top_p < 1.0:
         before = probabilities.cumsum(-1) - probabilities
@@ -44,21 +47,39 @@ def random_scores(seed: int, rows: int, vocabulary: int, spread: float) -> torch
     st.sampled_from([0.0, 0.3, 1.0, 2.0]),
     st.sampled_from([0, 1, 20, 255, 256, 257, 1000]),
     st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.0, 1e-4, 0.05, 0.6, 1.0]),
 )
-@settings(max_examples=150, deadline=None)
+@example(0, 3000, 0.1, 0.3, 257, 0.01, 0.0)  # the share is of the best 257, not of all
+@example(0, 3000, 0.1, 0.3, 0, 0.01, 0.3)  # nor when min-p keeps more than are looked at first
+@settings(max_examples=200, deadline=None)
 def test_the_winner_is_the_best_runner_of_those_the_book_keeps(
-    seed: int, vocabulary: int, spread: float, temperature: float, top_k: int, top_p: float
+    seed: int,
+    vocabulary: int,
+    spread: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
 ) -> None:
     scores = random_scores(seed, 1, vocabulary, spread)
-    chosen = draw(seed, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    chosen = draw(seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     [token] = sample(scores, [chosen])
     if temperature == 0.0:
         assert token == scores[0].argmax()
         return
     noise = gumbel(torch.tensor([[chosen.key]]), torch.arange(vocabulary)[None])[0]
-    expected = shares(scores[0], chosen.sampling).log() + noise
-    # float32 may decide a tie of the filter or of the race otherwise: there, and only there.
-    assert expected[token] >= expected.max() - 1e-4
+    # float32 may decide a tie of a filter or of the race otherwise: there, and only there.
+    kept = shares(scores[0], nudged(chosen.sampling, 1 + 1e-5)).log() + noise
+    rivals = shares(scores[0], nudged(chosen.sampling, 1 - 1e-5)).log() + noise
+    assert kept[token] >= rivals.max() - 1e-4
+
+
+def nudged(sampling: SamplingParams, factor: float) -> SamplingParams:
+    """With filters that keep a trifle more, or less."""
+    top_p, min_p = sampling.top_p * factor, sampling.min_p / factor
+    if sampling.top_p == 1.0:
+        top_p = 1.0
+    return evolve(sampling, top_p=min(top_p, 1.0), min_p=min(min_p, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +90,8 @@ def test_the_winner_is_the_best_runner_of_those_the_book_keeps(
         {"temperature": 2.0, "top_k": 5},
         {"temperature": 1.0, "top_p": 0.8},
         {"temperature": 1.5, "top_k": 8, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 2.0, "min_p": 0.1, "top_p": 0.9},
     ],
 )
 def test_tokens_come_as_often_as_their_share_says(sampling: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""From scores to tokens: greedy, temperature, top-k, top-p.
+"""From scores to tokens: greedy, temperature, top-k, min-p, top-p.
 
 The randomness of a token is a pure function of (seed, output index, token id). Nothing is
 remembered between steps, so batch mates, chunking, preemption and another engine cannot change
@@ -49,7 +49,12 @@ class Draw:
     @property
     def is_narrow(self) -> bool:
         """Only some of the best are candidates."""
-        return self.sampling.top_k > 0 or self.sampling.top_p < 1.0
+        return self.is_bounded or self.sampling.top_p < 1.0
+
+    @property
+    def is_bounded(self) -> bool:
+        """A candidate is told by its score alone, not by the share of those before it."""
+        return self.sampling.top_k > 0 or self.sampling.min_p > 0.0
 
     @property
     def key(self) -> int:
@@ -96,8 +101,10 @@ def _race(values: Tensor, tokens: Tensor, draws: Sequence[Draw]) -> Tensor:
 def _narrow(values: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, list[bool]]:
     """The best of each row, what is filtered out at -inf; their tokens; whether that is all."""
     best, tokens = values.topk(min(_WIDTH, values.shape[-1]))
-    least = _least_kept(best, values.logsumexp(-1, keepdim=True), draws)
-    complete: list[bool] = (best[:, -1:] < least)[:, 0].tolist()
+    bound, least = _least_kept(best, values.logsumexp(-1, keepdim=True), draws)
+    # Shares are of what the bound leaves: as long as that may go on, they are not known.
+    is_bounded = torch.tensor([draw.is_bounded for draw in draws])[:, None]
+    complete: list[bool] = (best[:, -1:] < torch.where(is_bounded, bound, least))[:, 0].tolist()
     return best.masked_fill(best < least, -torch.inf), tokens, complete
 
 
@@ -105,27 +112,31 @@ def _filter(values: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Whole rows with what is filtered out at -inf."""
     # numpy's vectorised sort takes a quarter of the time of torch's, which carries indices along.
     ranked = torch.from_numpy(-np.sort(-values.numpy(), axis=-1))
-    least = _least_kept(ranked, values.logsumexp(-1, keepdim=True), draws)
+    _, least = _least_kept(ranked, values.logsumexp(-1, keepdim=True), draws)
     return values.masked_fill(values < least, -torch.inf)
 
 
-def _least_kept(ranked: Tensor, log_mass: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """The lowest value that is kept, [rows, 1], as far as `ranked` (descending) reaches.
+def _least_kept(ranked: Tensor, log_mass: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """The lowest values that top-k and min-p keep, and that top-p keeps too, each [rows, 1].
 
-    top-k first; of what that leaves, top-p keeps as few as hold that share. Equals of the lowest
-    are kept with it, so nothing depends on the order of equals. Where `ranked` ends before the
-    answer does, the answer is its last value or less.
+    Top-k and min-p first; of what they leave, top-p keeps as few as hold that share. Equals of the
+    lowest are kept with it, so nothing depends on the order of equals. Where `ranked` (descending)
+    ends before an answer does, the answer is its last value or less.
     """
     width = ranked.shape[-1]
     top_k = _column([draw.sampling.top_k or sys.maxsize for draw in draws])
     top_p = _column([draw.sampling.top_p for draw in draws])
+    min_p = _column([draw.sampling.min_p for draw in draws])
     kth = ranked.gather(1, top_k.clamp(max=width) - 1)
-    left = ranked.masked_fill(ranked < kth, -torch.inf)
-    log_mass = torch.where(top_k <= width, left.logsumexp(-1, keepdim=True), log_mass)
+    bound = torch.maximum(kth, ranked[:, :1] + min_p.log())
+    left = ranked.masked_fill(ranked < bound, -torch.inf)
+    is_bounded = (top_k < sys.maxsize) | (min_p > 0.0)
+    log_mass = torch.where(is_bounded, left.logsumexp(-1, keepdim=True), log_mass)
     reached = (left - log_mass).exp().cumsum(-1)
     needed = 1 + (reached < top_p).sum(-1, keepdim=True)
     pth = ranked.gather(1, needed.clamp(max=width) - 1)
-    return torch.where(top_p < 1.0, torch.maximum(kth, pth), kth)  # 1 keeps all, rounding or not
+    # A share of 1 keeps all, rounding or not.
+    return bound, torch.where(top_p < 1.0, torch.maximum(bound, pth), bound)
 
 
 def _column(numbers: Sequence[float]) -> Tensor:
