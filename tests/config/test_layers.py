@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from functools import reduce
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpkit.config.layers import Layers, Source
 from dpkit.config.load import load_config, load_layers, parse_config
+from dpkit.config.locate import locate
 from dpkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpkit.config.rules import Path as KeyPath
 
 MINIMAL = '[[engines]]\nmodel = "echo"\n'
 LAYERS = ("base.toml", "dpkit.toml", "$DPKIT__CLUSTER__NAME", "--set cluster.name=flag")
@@ -233,3 +242,58 @@ def test_home_is_the_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     Path("weights").mkdir()
     _write("conf/dpkit.toml", '[[engines]]\nmodel = "~/weights"\n')
     assert load_config("conf/dpkit.toml").engines[0].model == "~/weights"
+
+
+# --- any tables at all
+
+KEYS = st.sampled_from("abc")
+TABLES = st.recursive(
+    st.dictionaries(KEYS, st.integers(0, 3), max_size=3),
+    lambda inner: st.dictionaries(
+        KEYS, st.one_of(inner, st.integers(0, 3), st.lists(inner, max_size=2)), max_size=3
+    ),
+    max_leaves=8,
+)
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """The rule, as plainly as it can be said."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {
+        key: _merged(below[key], value) if key in below else value for key, value in above.items()
+    }
+
+
+def _values(place: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
+    if not isinstance(place, dict | list):
+        return {path: place}
+    steps = place.items() if isinstance(place, dict) else enumerate(place)
+    return {
+        at: value for step, below in steps for at, value in _values(below, (*path, step)).items()
+    }
+
+
+@given(st.lists(TABLES, min_size=1, max_size=3), st.data())
+def test_every_value_is_the_highest_layers_and_is_traced_to_it(
+    tables: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    sources = [Source(f"{n}.toml", text=tomli_w.dumps(said)) for n, said in enumerate(tables)]
+    layers = Layers(sources[-1])
+    for said, source in zip(copy.deepcopy(tables), sources, strict=True):
+        layers.merge(said, source)
+    assert layers.tables == reduce(_merged, tables)
+    spots = {
+        source: locate(tomli_w.dumps(said)) for source, said in zip(sources, tables, strict=True)
+    }
+    for path, value in _values(layers.tables).items():
+        source = layers.source(path)
+        assert path in spots[source]
+        assert _values(tables[sources.index(source)])[path] == value
+    places = [path for path in _values(layers.tables) if path]
+    if places:
+        path = data.draw(st.sampled_from(places))
+        flag = Source("--set")
+        assert layers.assign([str(step) for step in path], 9, flag) == path
+        assert layers.source(path) is flag
+        assert _values(layers.tables)[path] == 9

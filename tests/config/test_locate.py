@@ -1,4 +1,7 @@
-"""Every key path that tomli yields has a place, and something of that key stands there."""
+"""Every key path that tomli yields has a place, and something of that key stands there.
+
+300 random documents a run: 100 tables in tomli-w's two layouts, 100 in every style there is.
+"""
 
 from __future__ import annotations
 
