@@ -136,6 +136,9 @@ class BusyLoop:
 
     def _send(self, outputs: Iterable[EngineOutput]) -> None:
         for output in outputs:
+            # Aborted during the step: its client has left, and may have asked anew by this id.
+            if self.inbox.is_aborted(output.request_id):
+                continue
             deliver = self._deliver[output.request_id]
             if output.finish_reason is not None:
                 del self._deliver[output.request_id]

@@ -75,6 +75,10 @@ class Inbox:
             self._aborts[request_id] = None
             self._wake.set()
 
+    def is_aborted(self, request_id: str) -> bool:
+        """Whether an abort of this id is still to be drained."""
+        return request_id in self._aborts
+
     def close(self) -> None:
         """Ask the busy loop to end once its engine has nothing left to do."""
         self.closed = True
