@@ -16,7 +16,7 @@ def command() -> None:
     """Show what a config comes to."""
 
 
-@command.command("show")
+@command.command("show", short_help="Print every key, its value and its origin.")
 @click.argument("file", default="dpkit.toml", type=click.Path())
 @click.option("--origin", is_flag=True, help="Say where each value came from.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
