@@ -12,7 +12,10 @@ class PolicyName(enum.StrEnum):
     KV_PRESSURE = "kv_pressure"
     INFLIGHT = "inflight"
     QUEUE_WEIGHTED = "queue_weighted"
+    LEAST_TOKENS = "least_tokens"
+    POWER_OF_TWO = "power_of_two"
     ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
 
 
 class EngineKind(enum.StrEnum):

@@ -33,7 +33,16 @@ POLICIES = {
         "the engine with the lowest 4 * waiting + running gets it; "
         "of equals the first from where this client begins to look."
     ),
+    PolicyName.LEAST_TOKENS: (
+        "the engine with the fewest tokens gets it: of own requests in flight the prompt and half "
+        "of max_tokens, and for each request of other clients as many as own ones have on average; "
+        "ties rotate."
+    ),
+    PolicyName.POWER_OF_TWO: (
+        "of two engines drawn at random the one with the lower in-flight + others gets it."
+    ),
     PolicyName.ROUND_ROBIN: "each engine in turn gets one, whatever its load.",
+    PolicyName.RANDOM: "any engine gets it, each as likely as the others.",
 }
 
 _LOSS = (

@@ -178,17 +178,22 @@ class Cluster:
         view = LoadView(
             [loop.engine for loop in self._loops], ledger, client_index=index, client_count=count
         )
-        seed = self.config.cluster.seed
+        policy = load_policy(self.config.balancer.policy, rng=self._rng(f"{index}/policy"))
         client = Client(
             ledger=ledger,
-            dispatch=EarlyDispatch(ledger, view, load_policy(self.config.balancer.policy)),
+            dispatch=EarlyDispatch(ledger, view, policy),
             tokenizer=tokenizer,
-            rng=random.Random(None if seed is None else f"{seed}/{index}"),  # noqa: S311 - sampling
+            rng=self._rng(f"{index}"),
             prefix=f"{self.config.cluster.name}-{index}",
         )
         for loop in self._loops:
             client.add_link(LocalLink(loop.engine, loop.inbox, client.deliver))
         return client
+
+    def _rng(self, use: str) -> random.Random:
+        """A stream for each use: what one draws changes nothing for the others."""
+        seed = self.config.cluster.seed
+        return random.Random(None if seed is None else f"{seed}/{use}")  # noqa: S311 - no secrets
 
     def _tell(self, snapshot: Snapshot) -> None:
         for client in self.clients:

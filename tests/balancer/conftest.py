@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
@@ -75,8 +76,8 @@ def make_client() -> MakeClient:
     def make(
         engines: int, policy: str | Policy = "kv_pressure", *, index: int = 0, count: int = 1
     ) -> Client:
-        return Client(
-            engines, load_policy(policy) if isinstance(policy, str) else policy, index, count
-        )
+        if isinstance(policy, str):
+            policy = load_policy(policy, rng=random.Random(0))
+        return Client(engines, policy, index, count)
 
     return make

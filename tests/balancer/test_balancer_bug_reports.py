@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from tests.balancer.conftest import Client, MakeClient
 
 
+CHANCE = {PolicyName.POWER_OF_TWO: 2, PolicyName.RANDOM: 8}
+"""Requests by which an engine may be off its ten of forty where draws decide."""
+
+
 def stats(index: int, waiting: int, running: int, usage: float, *, step: int = 0) -> EngineStats:
     return EngineStats(
         engine=EngineId(f"e{index}"),
@@ -69,7 +73,7 @@ def test_A03_an_old_snapshot_in_mid_burst_does_not_erase_own_picks(make_client: 
 def test_A04_before_any_stats_a_burst_spreads(make_client: MakeClient, name: PolicyName) -> None:
     client = make_client(4, name)
     client.burst(40)
-    assert list(client.view.inflight) == [10, 10, 10, 10]
+    assert all(abs(count - 10) <= CHANCE.get(name, 0) for count in client.view.inflight)
 
 
 def test_A05_a_lockstep_snapshot_never_mixes_two_steps() -> None:
@@ -97,8 +101,9 @@ def test_A07_a_burst_inside_one_interval_splits_evenly(make_client: MakeClient) 
     assert Counter(client.burst(60)) == {0: 20, 1: 20, 2: 20}
 
 
-def test_A08_picks_since_the_snapshot_add_to_it(make_client: MakeClient) -> None:
-    client = make_client(2)
+@pytest.mark.parametrize("name", ["power_of_two", "kv_pressure"])
+def test_A08_picks_since_the_snapshot_add_to_it(make_client: MakeClient, name: str) -> None:
+    client = make_client(2, name)
     client.snapshot((0, 0, 0.0), (0, 1, 0.0))
     assert Counter(client.burst(8)) == {0: 4, 1: 4}
 
@@ -141,6 +146,31 @@ def test_B05_the_default_policy_says_that_it_counts_requests(make_client: MakeCl
     assert "counts\nrequests, not tokens" in str(kv_pressure.__doc__)
 
 
+def test_B05_a_policy_of_tokens_prefers_two_short_prompts_to_a_long_one(
+    make_client: MakeClient,
+) -> None:
+    client = make_client(2, "least_tokens")
+    client.place(engine="e0", tokens=10_000)
+    client.place(engine="e1", tokens=1000)
+    client.place(engine="e1", tokens=1000)
+    client.snapshot((0, 1, 0.0), (0, 2, 0.0))
+    assert client.burst(3) == [1, 1, 1]
+
+
+def test_B06_a_burst_is_even_within_one_prompt_whatever_is_reported(
+    make_client: MakeClient,
+) -> None:
+    client = make_client(4, "least_tokens")
+    rng = random.Random(21699)
+    prompts = [int(min(16_000, rng.lognormvariate(7, 1.5))) for _ in range(200)]
+    for number, tokens in enumerate(prompts):
+        if number % 7 == 3:  # of the time before the burst
+            client.hear_nothing_but_zeros()
+        client.place(tokens=tokens)
+        held = [load.tokens for load in client.view.loads]
+        assert max(held) - min(held) <= max(prompts[: number + 1]) + 64
+
+
 @pytest.mark.parametrize("name", list(PolicyName))
 def test_B07_every_name_in_the_config_has_a_policy_that_balances(
     make_client: MakeClient, name: PolicyName
@@ -153,9 +183,10 @@ def test_B07_every_name_in_the_config_has_a_policy_that_balances(
         client.release([placements.pop(rng.randrange(len(placements)))])
         placements.append(client.place())
         client.release([placements.pop(0)])
-    assert max(client.view.inflight) - min(client.view.inflight) <= 1
+    within = 2 * CHANCE.get(name, 0) + 1
+    assert max(client.view.inflight) - min(client.view.inflight) <= within
     client.burst(40)
-    assert max(client.view.inflight) - min(client.view.inflight) <= 1
+    assert max(client.view.inflight) - min(client.view.inflight) <= within
 
 
 def test_B07_an_unknown_name_is_refused_with_the_list() -> None:

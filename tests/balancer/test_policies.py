@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from tests.balancer.conftest import MakeClient
 
 
+DRAWN = [PolicyName.POWER_OF_TWO, PolicyName.RANDOM]
+EVEN = [name for name in PolicyName if name not in DRAWN]
+
+
 class Outer:
     """A place to nest a policy in."""
 
@@ -30,6 +36,12 @@ class Outer:
 
         def pick(self, request: GenerateRequest, view: LoadView) -> int:
             return len(view.engines) - 1
+
+    class Drawn(Last):
+        """Takes a generator."""
+
+        def __init__(self, rng: random.Random | None = None) -> None:
+            self.rng = rng
 
 
 class NeedsArgument(Outer.Last):
@@ -48,16 +60,14 @@ def test_each_load_gives_a_fresh_policy() -> None:
     assert load_policy("kv_pressure") is not load_policy("kv_pressure")
 
 
-@pytest.mark.parametrize("name", list(PolicyName))
+@pytest.mark.parametrize("name", EVEN)
 def test_equal_idle_engines_share_a_burst(make_client: MakeClient, name: PolicyName) -> None:
     client = make_client(4, name)
     client.burst(40)
     assert list(client.view.inflight) == [10, 10, 10, 10]
 
 
-@pytest.mark.parametrize(
-    "name", [PolicyName.KV_PRESSURE, PolicyName.INFLIGHT, PolicyName.QUEUE_WEIGHTED]
-)
+@pytest.mark.parametrize("name", sorted(set(PolicyName) - {"round_robin", "random"}))
 def test_policies_that_look_at_load_avoid_the_loaded_engine(
     make_client: MakeClient, name: PolicyName
 ) -> None:
@@ -105,12 +115,80 @@ def test_round_robin_clients_begin_spread_over_the_engines(make_client: MakeClie
     assert [client.burst(2) for client in clients] == [[0, 1], [2, 3]]
 
 
+def test_least_tokens_weighs_the_prompt_and_half_of_max_tokens(make_client: MakeClient) -> None:
+    client = make_client(3, "least_tokens")
+    assert [client.place(tokens=tokens).index for tokens in (1000, 500, 300)] == [0, 1, 2]
+    placement = client.place(tokens=100)  # max_tokens is 128 where nothing is said
+    assert (placement.index, placement.reason.score) == (2, 300 + 64)
+    assert [load.tokens for load in client.view.loads] == [1064, 564, 528]
+    client.release([placement])
+    assert client.place(tokens=1).index == 2
+
+
+def test_least_tokens_takes_a_request_of_others_for_as_large_as_ones_own(
+    make_client: MakeClient,
+) -> None:
+    client = make_client(2, "least_tokens", count=2)
+    client.snapshot((0, 1, 0.0), (0, 0, 0.0))  # nothing of its own yet: a request is a request
+    assert client.place(tokens=936).index == 1
+    assert client.place(engine="e0", tokens=1).reason.score is None
+    assert client.place(tokens=1).reason.score == 1000, "its own were of 1000 tokens"
+    assert [(load.tokens, load.others) for load in client.view.loads] == [(65, 1), (1065, 0)]
+    client.snapshot((0, 2, 0.0), (0, 2, 0.0))
+    placement = client.place()
+    assert (placement.index, placement.reason.score) == (0, 65 + (65 + 1065) / 3)
+
+
+def test_power_of_two_compares_two_engines(make_client: MakeClient) -> None:
+    policy = load_policy("power_of_two", rng=random.Random(1))
+    client = make_client(4, policy)
+    client.snapshot((0, 9, 0.0), (0, 8, 0.0), (0, 7, 0.0), (0, 6, 0.0))
+    drawn: Counter[int] = Counter()
+    for _ in range(600):
+        placement = client.place()
+        drawn[placement.index] += 1
+        client.release([placement])
+    assert drawn[0] == 0, "the fullest loses to whichever it is drawn with"
+    assert drawn[1] < drawn[2] < drawn[3]
+    assert make_client(1, policy).burst(3) == [0, 0, 0]
+
+
+def test_power_of_two_stays_within_a_few_requests_of_even(make_client: MakeClient) -> None:
+    client = make_client(16, load_policy("power_of_two", rng=random.Random(2)))
+    client.burst(1600)
+    assert max(client.view.inflight) <= 100 + 4
+
+
+def test_random_draws_every_engine_about_as_often(make_client: MakeClient) -> None:
+    client = make_client(4, load_policy("random", rng=random.Random(3)))
+    client.snapshot((90, 90, 1.0), (0, 0, 0.0), (0, 0, 0.0), (0, 0, 0.0))
+    assert all(900 < count < 1100 for count in Counter(client.burst(4000)).values())
+    assert client.place().reason.score is None
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_draws_are_repeated_from_a_seed(make_client: MakeClient, name: PolicyName) -> None:
+    first, again, other = (
+        make_client(8, load_policy(name, rng=random.Random(seed))).burst(50) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert make_client(8, name).burst(50), "without a generator they have one of their own"
+
+
+def test_a_policy_of_ones_own_may_ask_for_a_generator() -> None:
+    rng = random.Random(4)
+    policy = load_policy(f"{__name__}:Outer.Drawn", rng=rng)
+    assert isinstance(policy, Outer.Drawn)
+    assert policy.rng is rng
+
+
 @pytest.mark.parametrize("name", list(PolicyName))
 def test_a_pinned_request_takes_no_turn(make_client: MakeClient, name: PolicyName) -> None:
-    with_pins, without = make_client(3, name), make_client(3, name)
+    with_pins, without = (make_client(3, load_policy(name, rng=random.Random(5))) for _ in range(2))
     picks = []
     for _ in range(6):
-        with_pins.release([with_pins.place(engine="e2")])
+        pinned = with_pins.place(engine="e2", tokens=100)
+        with_pins.release([pinned])
         picks.append(with_pins.place().index)
     assert picks == without.burst(6)
     assert list(with_pins.view.waiting) == list(without.view.waiting)
@@ -152,7 +230,8 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class() -> None:
             "kv_presure",
             (
                 "there is no policy 'kv_presure': the built-in ones are kv_pressure, inflight, "
-                "queue_weighted, round_robin; one of your own is named 'pkg.mod:Class'; "
+                "queue_weighted, least_tokens, power_of_two, round_robin, random; "
+                "one of your own is named 'pkg.mod:Class'; "
                 "did you mean 'kv_pressure'?"
             ),
         ),
@@ -160,7 +239,8 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class() -> None:
             "zzz",
             (
                 "there is no policy 'zzz': the built-in ones are kv_pressure, inflight, "
-                "queue_weighted, round_robin; one of your own is named 'pkg.mod:Class'"
+                "queue_weighted, least_tokens, power_of_two, round_robin, random; "
+                "one of your own is named 'pkg.mod:Class'"
             ),
         ),
         (

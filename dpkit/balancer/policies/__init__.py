@@ -8,33 +8,52 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from typing import TYPE_CHECKING
 
 from dpkit.abc import Policy
 from dpkit.balancer.policies.inflight import Inflight
 from dpkit.balancer.policies.kv_pressure import KvPressure
+from dpkit.balancer.policies.least_tokens import LeastTokens
+from dpkit.balancer.policies.power_of_two import PowerOfTwo
 from dpkit.balancer.policies.queue_weighted import QueueWeighted
 from dpkit.balancer.policies.round_robin import RoundRobin
+from dpkit.balancer.policies.uniform import Random
 from dpkit.errors import ConfigError
 from dpkit.names import PolicyName
+
+if TYPE_CHECKING:
+    import random
 
 BUILTIN: dict[PolicyName, type[Policy]] = {
     PolicyName.KV_PRESSURE: KvPressure,
     PolicyName.INFLIGHT: Inflight,
     PolicyName.QUEUE_WEIGHTED: QueueWeighted,
+    PolicyName.LEAST_TOKENS: LeastTokens,
+    PolicyName.POWER_OF_TWO: PowerOfTwo,
     PolicyName.ROUND_ROBIN: RoundRobin,
+    PolicyName.RANDOM: Random,
 }
 
 
-def load_policy(name: str) -> Policy:
+def load_policy(name: str, *, rng: random.Random | None = None) -> Policy:
     """Make a fresh policy: a `PolicyName`, or ``"pkg.mod:Class"`` for a subclass of `Policy`.
+
+    Args:
+        name: Which one.
+        rng: Where the policy's random draws come from, so that a run can be repeated. It goes to
+            a policy whose constructor takes `rng`; such a policy has one of its own if left out.
 
     Error handling:
         ConfigError: no such policy; its module cannot be imported; or it is not a `Policy` that
-        can be made without arguments. `__cause__` is the underlying error where there is one.
+        can be made without further arguments. `__cause__` is the underlying error where there is
+        one.
     """
     policy_class = _import(name) if ":" in name else _builtin(name)
+    options = {}
     try:
-        return policy_class()
+        if rng is not None and "rng" in inspect.signature(policy_class).parameters:
+            options["rng"] = rng
+        return policy_class(**options)
     except Exception as error:
         raise ConfigError([f"policy {name!r} cannot be made without arguments: {error}"]) from error
 

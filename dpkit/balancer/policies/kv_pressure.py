@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define
 
-from dpkit.balancer.policies.lowest import LowestScore, scan_start
+from dpkit.balancer.policies.lowest import LowestScore
 
 if TYPE_CHECKING:
     from dpkit.abc import EngineLoad, LoadView
@@ -41,8 +41,6 @@ class KvPressure(LowestScore):
     def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
         """Move the start by one and count the request as waiting; a pinned one does neither."""
         if request.engine is None:
-            start = scan_start(view) if self._start is None else self._start
-            # The old start plus one, not the pick plus one: ties alone rotate.
-            self._start = (start + 1) % len(view.loads)
+            self._rotate(view)
             # All clients see the same snapshot: assume that each of them picks as this one does.
             view.bump_waiting(index, view.client_count)

@@ -44,6 +44,11 @@ class LowestScore(Policy):
             self._renew(view)
         return self._board[index]
 
+    def _rotate(self, view: LoadView) -> None:
+        """Move the start to the old one plus one, not the pick plus one: ties alone rotate."""
+        start = scan_start(view) if self._start is None else self._start
+        self._start = (start + 1) % len(view.loads)
+
     def _renew(self, view: LoadView) -> None:
         """A pick or a release changes one engine, a snapshot all of them."""
         board, changes, loads, clients = self._board, view.changes, view.loads, view.client_count

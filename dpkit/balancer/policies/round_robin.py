@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from attrs import define, field
 
 from dpkit.abc import Policy
+from dpkit.balancer.policies.lowest import scan_start
 
 if TYPE_CHECKING:
     from dpkit.abc import LoadView
@@ -24,9 +25,7 @@ class RoundRobin(Policy):
 
     def pick(self, request: GenerateRequest, view: LoadView) -> int:  # noqa: ARG002 - turns decide
         """The engine whose turn it is."""
-        if self._next is None:
-            return len(view.engines) * view.client_index // view.client_count
-        return self._next
+        return scan_start(view) if self._next is None else self._next
 
     def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
         """Pass the turn on; a pinned request takes no turn."""
