@@ -25,6 +25,7 @@ class Plant(NamedTuple):
     old: str
     new: str
     why: str
+    test: str = SWEEP
 
 
 PLANTS = {
@@ -61,6 +62,20 @@ PLANTS = {
         "\n",
         "whoever leaves while waiting keeps the place",
     ),
+    "interruptible_release": Plant(
+        "dpkit/nursery/stream.py",
+        "    @trio.lowlevel.enable_ki_protection  # nor between",
+        "    # nor between",
+        "Ctrl-C on the way out skips the release",
+        "tests/nursery/test_interrupts.py",
+    ),
+    "old_step_reaches_new_request": Plant(
+        "dpkit/nursery/busyloop.py",
+        "            if self.inbox.is_aborted(output.request_id):\n",
+        "            if False:\n",
+        "a step under way answers whoever asks anew by an id that was left",
+        "tests/nursery/test_bug_reports.py",
+    ),
 }
 
 
@@ -81,11 +96,12 @@ def planted_copy(name: str, directory: Path) -> None:
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the sweep test in a planted copy; a few seeds are enough to find what is always there."""
+    """Run the test that must notice in a planted copy; a few seeds find what is always there."""
+    test = SWEEP if name == "none" else PLANTS[name].test
     with tempfile.TemporaryDirectory(prefix="dpkit-planted-") as directory:
         planted_copy(name, Path(directory))
         return subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", SWEEP, *arguments],
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", test, *arguments],
             cwd=directory,
             env={"DPKIT_TEST_SEEDS": "2", **os.environ, "PYTHONPATH": directory},
             capture_output=True,
