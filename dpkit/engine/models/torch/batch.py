@@ -49,7 +49,7 @@ class TensorBatch:
     slots: Tensor  # [tokens]: where the KV of each goes, counted over all blocks
     decodes: Decodes | None
     chunks: Sequence[Chunk]
-    sampled: Tensor  # [rows that sample]: the token of each whose successor is asked for
+    sampled: Tensor  # the tokens whose successors' scores are asked for: see `_sampled`
 
 
 def build_tensors(batch: Batch, block_size: int) -> TensorBatch:
@@ -64,11 +64,18 @@ def build_tensors(batch: Batch, block_size: int) -> TensorBatch:
         slots=torch.from_numpy(np.concatenate([_slots(row, block_size) for row in rows])),
         decodes=_decodes(singles, block_size) if singles else None,
         chunks=[_chunk(row, end, block_size) for row, end in chunks],
-        sampled=torch.tensor(
-            [end - 1 for row, end in zip(rows, ends, strict=True) if row.output_index is not None],
-            dtype=torch.int64,
-        ),
+        sampled=torch.tensor(_sampled(rows, ends), dtype=torch.int64),
     )
+
+
+def _sampled(rows: Sequence[BatchRow], ends: Sequence[int]) -> list[int]:
+    """The last token of each row that samples, then the one before each that is to be scored."""
+    last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.output_index is not None]
+    for row, end in zip(rows, ends, strict=True):
+        if row.scored:
+            first = end - _context(row)  # where the row's position 0 would be
+            last += [first + place - 1 for place in row.scored]
+    return last
 
 
 def _context(row: BatchRow) -> int:

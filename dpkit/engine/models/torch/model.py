@@ -15,11 +15,10 @@ import torch
 from dpkit.abc import Model
 from dpkit.engine.models.torch.architecture import read_architecture
 from dpkit.engine.models.torch.batch import build_tensors
-from dpkit.engine.models.torch.sampler import Draw, sample
+from dpkit.engine.models.torch.result import make_result
 from dpkit.engine.models.torch.spec import model_spec
 from dpkit.engine.models.torch.transformer import Transformer
 from dpkit.errors import ModelUnsupported
-from dpkit.messages import StepResult
 from dpkit.text.hf import HfTokenizer
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dpkit.checkpoint import Checkpoint
-    from dpkit.messages import Batch
+    from dpkit.messages import Batch, StepResult
 
 
 class TorchModel(Model):
@@ -72,16 +71,7 @@ class TorchModel(Model):
     def execute(self, batch: Batch, cache: Any) -> StepResult:
         """Compute one step and sample from it."""
         kv = cast("Tensor", cache)
-        scores = self._transformer(build_tensors(batch, kv.shape[3]), kv)
-        draws = [
-            Draw(row.sampling, row.output_index)
-            for row in batch.rows
-            if row.output_index is not None
-        ]
-        sampled = iter(sample(scores, draws))
-        return StepResult(
-            sampled=[None if row.output_index is None else next(sampled) for row in batch.rows]
-        )
+        return make_result(batch, self._transformer(build_tensors(batch, kv.shape[3]), kv))
 
 
 def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:

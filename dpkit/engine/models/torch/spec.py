@@ -38,6 +38,7 @@ def model_spec(
         max_model_len=architecture.max_positions,
         eos_token_ids=eos_token_ids,
         vocab_size=architecture.vocab_size,
+        tells_logprobs=True,
         kv_bytes_per_token=architecture.num_layers * per_layer * kv_item_bytes,
         max_num_seqs=_MAX_NUM_SEQS,
         max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
