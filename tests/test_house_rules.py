@@ -32,6 +32,7 @@ LAYERS = [
     ["dpkit.link", "dpkit.nursery.runner", "dpkit.nursery.busyloop"],
     [
         "dpkit.nursery.coordinator",
+        "dpkit.nursery.requests",
         "dpkit.nursery.stream",
         "dpkit.nursery.client",
         "dpkit.nursery.cluster",

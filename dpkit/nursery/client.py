@@ -7,46 +7,27 @@ the moment the engine reports the end or the reader leaves, whichever is first. 
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import trio
-from attrs import evolve, frozen
+from attrs import frozen
 
 from dpkit.errors import ClusterClosed, RequestRejected
-from dpkit.messages import EngineOutput, GenerateRequest, SamplingParams
+from dpkit.messages import EngineOutput
 from dpkit.names import FinishReason
 from dpkit.nursery.inbox import duplicate
+from dpkit.nursery.requests import RequestMaker
 from dpkit.nursery.stream import OutputStream
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from dpkit.abc import EngineLink, Tokenizer
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
     from dpkit.balancer.ledger import Ledger
-    from dpkit.messages import Completion, EngineId, Snapshot
-
-    Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-
-
-class RequestOptions(TypedDict, total=False):
-    """Keywords of `Client.generate`; all but the first three are fields of `SamplingParams`."""
-
-    request_id: str | None
-    """Shown in errors and statistics; made up when left out."""
-    engine: str | None
-    """Pins the request to the engine of this name."""
-    cache_salt: str
-    """Requests with different salts never share cached blocks."""
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int | None
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
+    from dpkit.messages import Completion, EngineId, SamplingParams, Snapshot
+    from dpkit.nursery.requests import Prompt, RequestOptions
 
 
 @frozen(kw_only=True)
@@ -57,7 +38,7 @@ class ClientStatistics:
     """Unfinished requests of this client on each engine."""
     started: int
     finished: int
-    """Ended by their engine: stop, length or error."""
+    """Ended by their engine (stop, length or error) or by a stop string."""
     aborted: int
     """Left by their reader, or by the cluster's end, before they were finished."""
     late_outputs: int
@@ -78,9 +59,7 @@ class Client:
     ) -> None:
         self._ledger = ledger
         self._dispatch = dispatch
-        self._tokenizer = tokenizer
-        self._rng = rng
-        self._ids = (f"{prefix}-{n}" for n in itertools.count(1))
+        self._maker = RequestMaker(tokenizer, rng, prefix)
         self._links: dict[EngineId, EngineLink] = {}
         self._inflight: dict[str, tuple[OutputStream, Placement]] = {}
         self._closed = False
@@ -108,18 +87,32 @@ class Client:
             **options: See `RequestOptions`; sampling fields replace those of `sampling`.
 
         Raises:
-            RequestRejected: a field is out of range, or the prompt cannot be encoded.
+            RequestRejected: a field is out of range, the prompt cannot be encoded, or `n` asks for
+                several completions.
         """
-        fields: dict[str, Any] = dict(options)
-        request_id = fields.pop("request_id", None) or next(self._ids)
-        request = GenerateRequest(
-            request_id=request_id,
-            prompt_token_ids=self._encode(prompt),
-            engine=fields.pop("engine", None),
-            cache_salt=fields.pop("cache_salt", ""),
-            sampling=self._sampling(sampling or SamplingParams(), fields, request_id),
-        )
-        return OutputStream(self, request, self._tokenizer.decoder())
+        [stream, *others] = self.generate_many(prompt, sampling, **options)
+        if others:
+            raise RequestRejected(
+                f"request {stream.request_id}: n = {1 + len(others)} asks for several completions, "
+                "and generate() and complete() give one; use generate_many() or complete_many()",
+                request_id=stream.request_id,
+            )
+        return stream
+
+    def generate_many(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> tuple[OutputStream, ...]:
+        """Prepare `n` requests of one prompt: a stream for each choice.
+
+        Each is a request of its own from here on, placed when its stream is entered; those that
+        meet on one engine share the prompt's cached blocks. The first is what `generate` would
+        give; the seeds of the others follow from its seed. Arguments and errors as for `generate`.
+        """
+        asked = self._maker.make(prompt, sampling, options)
+        return tuple(OutputStream(self, each.request, each.transcript) for each in asked)
 
     async def complete(
         self,
@@ -129,9 +122,27 @@ class Client:
     ) -> Completion:
         """Generate to the end and return the whole; arguments and errors as for `generate`."""
         async with self.generate(prompt, sampling, **options) as stream:
-            async for _ in stream:
-                pass
-            return stream.completion()
+            return await stream.read_all()
+
+    async def complete_many(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> tuple[Completion, ...]:
+        """Generate all `n` choices at once and return them; as `generate_many` otherwise.
+
+        If one fails, its error is raised and the others are aborted.
+        """
+        streams = self.generate_many(prompt, sampling, **options)
+        try:
+            for stream in streams:
+                await stream.__aenter__()
+            # One after the other is no slower: outputs gather while nobody reads.
+            return tuple([await stream.read_all() for stream in streams])
+        finally:
+            for stream in streams:
+                stream.close()
 
     def statistics(self) -> ClientStatistics:
         """Counts of this client; never waits."""
@@ -201,12 +212,24 @@ class Client:
 
         Called by the stream; users leave its block.
         """
+        self._aborted += self._drop(stream)
+
+    @trio.lowlevel.enable_ki_protection
+    def finish(self, stream: OutputStream) -> None:
+        """End a stream that has all it wanted, if its engine has not. Idempotent.
+
+        Called by the stream: only it sees a stop string.
+        """
+        self._finished += self._drop(stream)
+
+    def _drop(self, stream: OutputStream) -> bool:
+        """Abort and release a request; whether it was in flight."""
         inflight, placement = self._inflight.get(stream.request_id, (None, None))
         if inflight is not stream or placement is None:
-            return
-        self._aborted += 1
+            return False
         self._links[placement.engine].abort(stream.request_id)
         self._release(placement)
+        return True
 
     @trio.lowlevel.enable_ki_protection
     def close(self) -> None:
@@ -225,30 +248,6 @@ class Client:
     def _release(self, placement: Placement) -> None:
         self._inflight.pop(placement.request.request_id, None)
         self._dispatch.release(placement)
-
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(self._tokenizer.encode(prompt))
-        token_ids = tuple(item for item in prompt if isinstance(item, int))
-        if len(token_ids) == len(prompt):
-            return token_ids
-        return tuple(
-            self._tokenizer.encode_chat([dict(m) for m in prompt if not isinstance(m, int)])
-        )
-
-    def _sampling(
-        self, sampling: SamplingParams, fields: dict[str, Any], request_id: str
-    ) -> SamplingParams:
-        try:
-            sampling = evolve(sampling, **fields)
-        except ValueError as error:
-            raise RequestRejected(
-                f"request {request_id}: bad sampling option: {error}", request_id=request_id
-            ) from error
-        if sampling.seed is None:
-            # Drawn here rather than in the engine: a retry elsewhere repeats the same text.
-            sampling = evolve(sampling, seed=self._rng.getrandbits(63))
-        return sampling
 
 
 def _closed(request_id: str) -> ClusterClosed:

@@ -6,9 +6,14 @@ reader costs memory in proportion to its own text and nobody else's time. Knows 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import trio
 
 from dpkit.messages import EngineOutput
+
+if TYPE_CHECKING:
+    from dpkit.messages import TokenLogprob
 
 
 class Mailbox:
@@ -17,6 +22,8 @@ class Mailbox:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._last: EngineOutput | None = None  # the output that carries the finish reason
         self._closed = False
         self._taking = False  # not the lot's length: an unparked reader has left the lot already
@@ -29,6 +36,8 @@ class Mailbox:
     def put_nowait(self, output: EngineOutput) -> None:
         """Merge `output` into what is pending and wake the reader."""
         self._token_ids.extend(output.token_ids)
+        self._logprobs.extend(output.logprobs)
+        self._prompt_logprobs += output.prompt_logprobs
         if output.finish_reason is not None:
             self._last = output
         self._lot.unpark()
@@ -64,12 +73,17 @@ class Mailbox:
         return self._drain()
 
     def _drain(self) -> EngineOutput:
-        token_ids, last = tuple(self._token_ids), self._last
-        self._token_ids.clear()
-        self._last = None
-        return EngineOutput(
+        last = self._last
+        output = EngineOutput(
             request_id=self._request_id,
-            token_ids=token_ids,
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
             finish_reason=last.finish_reason if last else None,
             error=last.error if last else None,
         )
+        self._token_ids.clear()
+        self._logprobs.clear()
+        self._prompt_logprobs = ()
+        self._last = None
+        return output

@@ -11,18 +11,19 @@ import math
 from typing import TYPE_CHECKING, Self
 
 import trio
+from attrs import evolve
 
 from dpkit.errors import InternalError
-from dpkit.messages import Completion, Output
+from dpkit.messages import Completion, FinishReason, Output
 from dpkit.nursery.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from dpkit.abc import TextDecoder
     from dpkit.balancer.dispatch import Placement
-    from dpkit.messages import EngineId, EngineOutput, FinishReason, GenerateRequest
+    from dpkit.messages import EngineId, EngineOutput, GenerateRequest, TokenLogprob
     from dpkit.nursery.client import Client
+    from dpkit.text.transcript import Transcript
 
 
 class OutputStream:
@@ -36,17 +37,25 @@ class OutputStream:
 
     Entering picks an engine and charges it, in one synchronous step after one checkpoint. Leaving,
     by whatever way, aborts the request if it is unfinished and releases the engine, exactly once,
-    without a checkpoint. `text` and `token_ids` hold all that was read so far and stay readable.
+    without a checkpoint. `text`, `token_ids` and the logprobs hold all that was read so far and
+    stay readable.
+
+    Tokens become text when they are read, while the engine works on the next ones. Those of a
+    request with stop strings do when they arrive: whether and when somebody reads must not decide
+    how long the engine runs.
     """
 
-    def __init__(self, client: Client, request: GenerateRequest, decoder: TextDecoder) -> None:
+    def __init__(self, client: Client, request: GenerateRequest, transcript: Transcript) -> None:
         self.request = request
         self.text = ""
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.placement: Placement | None = None
         self._client = client
-        self._decoder = decoder
+        self._transcript = transcript
+        self._unread_text = ""  # with stop strings only: else the mailbox's tokens are all there is
         self._mailbox = Mailbox(request.request_id)
         self._started_at = self._first_token_at = self._ended_at = math.nan
 
@@ -112,18 +121,44 @@ class OutputStream:
         if self.finish_reason is not None:
             raise StopAsyncIteration
         received = await self._mailbox.take()
-        text = self._decoder.feed(received.token_ids)
-        if received.finish_reason is not None:
-            self.finish_reason = received.finish_reason
-            text += self._decoder.finish()
+        text = self._take_text(received)
+        self.finish_reason = received.finish_reason
         self.token_ids.extend(received.token_ids)
+        self.logprobs.extend(received.logprobs)
+        self.prompt_logprobs.extend(received.prompt_logprobs)
         self.text += text
         if received.error is not None:
             raise received.error
-        return Output(text=text, token_ids=received.token_ids, finish_reason=received.finish_reason)
+        return Output(
+            text=text,
+            token_ids=received.token_ids,
+            logprobs=received.logprobs,
+            prompt_logprobs=received.prompt_logprobs,
+            finish_reason=received.finish_reason,
+        )
+
+    async def read_all(self) -> Completion:
+        """Read to the end and return the whole; errors as for the outputs one by one."""
+        async for _ in self:
+            pass
+        return self.completion()
+
+    def _take_text(self, received: EngineOutput) -> str:
+        if not self.request.sampling.stop:
+            return self._transcribe(received)
+        text, self._unread_text = self._unread_text, ""
+        return text
+
+    def _transcribe(self, output: EngineOutput) -> str:
+        return self._transcript.feed(output.token_ids, last=output.finish_reason is not None)
 
     def deliver(self, output: EngineOutput) -> None:
         """Take one engine output; called by the client, never by users."""
+        if self.request.sampling.stop:
+            self._unread_text += self._transcribe(output)
+            if self._transcript.stopped and output.error is None:
+                self._client.finish(self)
+                output = evolve(output, finish_reason=FinishReason.STOP)
         now = trio.current_time()
         if output.token_ids and math.isnan(self._first_token_at):
             self._first_token_at = now
@@ -142,6 +177,8 @@ class OutputStream:
             request_id=self.request_id,
             text=self.text,
             token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
             finish_reason=self.finish_reason,
             engine=self.placement.engine,
             ttft_s=self._first_token_at - self._started_at,
