@@ -2,7 +2,7 @@
 
 General layout, from the inside out (a test keeps it so):
 
-- ``names messages errors hashing costmodel abc``: leaf modules that all may import
+- ``names messages sampling errors hashing costmodel abc``: leaf modules that all may import
 - ``text checkpoint``: tokenizers and model files; ``config``: a TOML file into frozen objects
 - ``engine balancer``: the decisions, sans-IO: no Trio, no sockets, no clocks
 - ``nursery link``: the nursery tree that gives those decisions tasks, time and cancellation
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from dpkit.messages import EngineId as EngineId
     from dpkit.messages import GenerateRequest as GenerateRequest
     from dpkit.messages import Output as Output
-    from dpkit.messages import SamplingParams as SamplingParams
+    from dpkit.messages import TokenLogprob as TokenLogprob
     from dpkit.names import FinishReason as FinishReason
     from dpkit.nursery.client import Client as Client
     from dpkit.nursery.cluster import Cluster as Cluster
     from dpkit.nursery.cluster import open_cluster as open_cluster
     from dpkit.nursery.stream import OutputStream as OutputStream
+    from dpkit.sampling import SamplingParams as SamplingParams
 
 _HOMES = {
     "Model": "abc",
@@ -65,12 +66,13 @@ _HOMES = {
     "EngineId": "messages",
     "GenerateRequest": "messages",
     "Output": "messages",
-    "SamplingParams": "messages",
+    "TokenLogprob": "messages",
     "FinishReason": "names",
     "Client": "nursery.client",
     "Cluster": "nursery.cluster",
     "open_cluster": "nursery.cluster",
     "OutputStream": "nursery.stream",
+    "SamplingParams": "sampling",
 }
 
 __version__ = "0.1.0"
