@@ -1,0 +1,167 @@
+"""Restart what fails, within reason: Erlang's supervisor, for Trio tasks.
+
+A child is a function that lives: it is called with the number of its life (0, 1, …), returns when
+it was asked to end, and raises when it fails. Knows nothing of engines, and may be used by any Trio
+program::
+
+    await supervise({"reader": reader, "writer": writer}, Restarts(intensity=3, period=60))
+
+The words and the arithmetic are OTP's: more than `intensity` restarts within `period` seconds and
+the supervisor gives up. Its warnings hold as well: an intensity of 1 forbids even one burst, a long
+period turns old crashes into giving up, and nested supervisors multiply, so have one level.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import define, field, frozen
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Awaitable, Callable, Mapping
+
+    Life = Callable[[int], Awaitable[None]]
+
+
+class Strategy(enum.StrEnum):
+    """Who is restarted when one child fails."""
+
+    ONE_FOR_ONE = "one_for_one"  # that child; the others do not notice
+    ONE_FOR_ALL = "one_for_all"  # all of them, together: they cannot go on without each other
+
+
+@frozen(kw_only=True)
+class Restarts:
+    """How often and how fast a child is restarted. Times are seconds."""
+
+    strategy: Strategy = Strategy.ONE_FOR_ONE
+    intensity: int = 3
+    """Restarts within `period` that are still put up with; one more and it is given up."""
+    period: float = 60.0
+    backoff: float = 0.1
+    """Wait before the first restart; each further one within `period` waits twice as long."""
+    backoff_max: float = 10.0
+    jitter: float = 0.1
+    """Share of the wait by which it is longer or shorter, at random: children that fail together
+    should not come back together."""
+
+
+@define(eq=False)
+class RestartWindow:
+    """The arithmetic of one restart history; knows no clock but what it is told."""
+
+    policy: Restarts
+    rng: random.Random | None = None
+    _restarts: deque[float] = field(factory=deque, init=False)
+
+    def delay(self, now: float) -> float | None:
+        """Seconds to wait before the restart that is due now; None: give up."""
+        policy, recent = self.policy, self._restarts
+        while recent and recent[0] <= now - policy.period:
+            recent.popleft()
+        if len(recent) >= policy.intensity:
+            return None
+        wait = min(policy.backoff_max, policy.backoff * 2.0 ** len(recent))
+        recent.append(now)
+        if self.rng is not None:
+            wait *= 1 + policy.jitter * self.rng.uniform(-1, 1)
+        return wait
+
+
+class Observer:
+    """What a supervisor tells whoever wants to know; every call is synchronous."""
+
+    def failed(self, name: str, life: int, error: Exception) -> None:
+        """A life of a child ended by an error."""
+
+    def gave_up(self, name: str, error: Exception) -> None:
+        """A child will not be restarted any more; `error` is the last one."""
+
+
+async def supervise(
+    children: Mapping[str, Life],
+    policy: Restarts,
+    *,
+    rng: random.Random | None = None,
+    observer: Observer | None = None,
+) -> None:
+    """Run children, restarting those that fail, until all have returned or were given up.
+
+    Args:
+        children: By name; each is called with 0, then 1, and so on.
+        policy: How often, and who with whom.
+        rng: For the jitter; None: no jitter.
+        observer: Hears of failures and of giving up.
+
+    Resource handling:
+        Every life runs in a nursery in here; cancel this function and all of them end.
+
+    Error handling:
+        A child's exception is the observer's to keep; it does not come out of here. With
+        `ONE_FOR_ALL` the other children are cancelled, awaited, and begin their next life together.
+    """
+    observer = observer or Observer()
+    if policy.strategy is Strategy.ONE_FOR_ALL:
+        await _all_together(children, RestartWindow(policy, rng), observer)
+        return
+    async with trio.open_nursery() as nursery:
+        for name, life in children.items():
+            window = RestartWindow(policy, rng)
+            nursery.start_soon(_alone, name, life, window, observer, name=f"supervisor {name}")
+
+
+async def _alone(name: str, life: Life, window: RestartWindow, observer: Observer) -> None:
+    number = 0
+    while (error := await _live(name, life, number, observer)) is not None:
+        delay = window.delay(trio.current_time())
+        if delay is None:
+            observer.gave_up(name, error)
+            return
+        await trio.sleep(delay)
+        number += 1
+
+
+async def _live(name: str, life: Life, number: int, observer: Observer) -> Exception | None:
+    """One life of one child: the error that ended it, if one did."""
+    try:
+        await life(number)
+    except Exception as error:  # noqa: BLE001 - what may be restarted is judged by the caller
+        observer.failed(name, number, error)
+        return error
+    return None
+
+
+async def _all_together(
+    children: Mapping[str, Life], window: RestartWindow, observer: Observer
+) -> None:
+    number = 0
+    while (error := await _live_together(children, number, observer)) is not None:
+        delay = window.delay(trio.current_time())
+        if delay is None:
+            for name in children:
+                observer.gave_up(name, error)
+            return
+        await trio.sleep(delay)
+        number += 1
+
+
+async def _live_together(
+    children: Mapping[str, Life], number: int, observer: Observer
+) -> Exception | None:
+    first: Exception | None = None
+    async with trio.open_nursery() as nursery:
+
+        async def live(name: str, life: Life) -> None:
+            nonlocal first
+            error = await _live(name, life, number, observer)
+            if error is not None:
+                first = first or error
+                nursery.cancel_scope.cancel()
+
+        for name, life in children.items():
+            nursery.start_soon(live, name, life, name=name)
+    return first
