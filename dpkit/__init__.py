@@ -27,17 +27,22 @@ if TYPE_CHECKING:
     from dpkit.errors import ClusterFailed as ClusterFailed
     from dpkit.errors import ClusterNotStarted as ClusterNotStarted
     from dpkit.errors import ConfigError as ConfigError
+    from dpkit.errors import DeadlineExceeded as DeadlineExceeded
     from dpkit.errors import DpkitError as DpkitError
+    from dpkit.errors import Draining as Draining
     from dpkit.errors import EngineLost as EngineLost
     from dpkit.errors import InternalError as InternalError
     from dpkit.errors import ModelNotFound as ModelNotFound
     from dpkit.errors import ModelUnsupported as ModelUnsupported
+    from dpkit.errors import Overloaded as Overloaded
     from dpkit.errors import RequestRejected as RequestRejected
     from dpkit.messages import Completion as Completion
     from dpkit.messages import EngineId as EngineId
     from dpkit.messages import GenerateRequest as GenerateRequest
     from dpkit.messages import Output as Output
     from dpkit.messages import TokenLogprob as TokenLogprob
+    from dpkit.names import Cause as Cause
+    from dpkit.names import EngineState as EngineState
     from dpkit.names import FinishReason as FinishReason
     from dpkit.nursery.client import Client as Client
     from dpkit.nursery.cluster import Cluster as Cluster
@@ -56,17 +61,22 @@ _HOMES = {
     "ClusterFailed": "errors",
     "ClusterNotStarted": "errors",
     "ConfigError": "errors",
+    "DeadlineExceeded": "errors",
     "DpkitError": "errors",
+    "Draining": "errors",
     "EngineLost": "errors",
     "InternalError": "errors",
     "ModelNotFound": "errors",
     "ModelUnsupported": "errors",
+    "Overloaded": "errors",
     "RequestRejected": "errors",
     "Completion": "messages",
     "EngineId": "messages",
     "GenerateRequest": "messages",
     "Output": "messages",
     "TokenLogprob": "messages",
+    "Cause": "names",
+    "EngineState": "names",
     "FinishReason": "names",
     "Client": "nursery.client",
     "Cluster": "nursery.cluster",

@@ -59,6 +59,47 @@ class EngineLost(DpkitError):  # noqa: N818
     retryable = True
 
 
+class DeadlineExceeded(DpkitError):  # noqa: N818
+    """The request's deadline passed before its end (the world's); what came so far is readable."""
+
+    http_status = 504
+
+
+class TryLater(DpkitError):  # noqa: N818
+    """Not now: the same request may be served in `retry_after` seconds. Nothing was begun."""
+
+    http_status = 503
+    retryable = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after: float,
+        engine: EngineId | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        super().__init__(message, engine=engine, request_id=request_id)
+        self.retry_after = retry_after
+
+
+class Overloaded(TryLater):
+    """The queue is full, or the request waited there for `queue_timeout` (the world's)."""
+
+    http_status = 429
+
+
+class Draining(TryLater):
+    """The cluster finishes what it has and takes nothing new (the operator's)."""
+
+
+class NoEngineReady(DpkitError):  # noqa: N818
+    """No engine may be picked at the moment. Waited for inside dpkit: users do not see it."""
+
+    http_status = 503
+    retryable = True
+
+
 class ClusterClosed(DpkitError):  # noqa: N818
     """The cluster was left while a request was being made or awaited (yours)."""
 

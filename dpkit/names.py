@@ -1,4 +1,4 @@
-"""Names that appear in configs, logs and metrics: policies, engine kinds, dtypes, finish reasons.
+"""Names that appear in configs, logs and metrics: policies, engine kinds and states, reasons.
 
 A leaf module: it imports nothing of dpkit, so that every layer may share one spelling.
 """
@@ -46,3 +46,34 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # its client left
     ERROR = "error"  # refused or lost; the error says which
+
+
+class Cause(enum.StrEnum):
+    """What brought a request to its end; every request has exactly one."""
+
+    STOP = "stop"  # the model or a stop string ended it
+    LENGTH = "length"  # max_tokens reached
+    CLIENT = "client"  # its reader left
+    DEADLINE = "deadline"
+    ENGINE_LOST = "engine_lost"
+    DRAIN = "drain"  # the cluster takes nothing new, or its time to finish is over
+    SHUTDOWN = "shutdown"
+    REFUSED = "refused"  # it can never be served as it is
+    OVERLOADED = "overloaded"  # the queue was full, or it waited there for too long
+
+
+class EngineState(enum.StrEnum):
+    """How an engine is, judged by its steps and not by its queue."""
+
+    STARTING = "starting"  # loading, or waiting to be started again
+    READY = "ready"
+    STUCK = "stuck"  # its step takes longer than `step_timeout`
+    DRAINING = "draining"  # finishes what it has and gets nothing new
+    DOWN = "down"  # ended or given up
+
+
+class Strategy(enum.StrEnum):
+    """Who is started again when one engine of a group fails."""
+
+    ONE_FOR_ONE = "one_for_one"  # that engine; the others do not notice
+    ONE_FOR_ALL = "one_for_all"  # all of them, together: they cannot go on without each other

@@ -21,13 +21,17 @@ def find_problem(request: GenerateRequest, limits: EngineLimits, spec: ModelSpec
     prompt = request.prompt_token_ids
     if not prompt:
         return "the prompt is empty; give at least one token"
-    if min(prompt) < 0 or max(prompt) >= spec.vocab_size:
-        return f"token ids must be 0 to {spec.vocab_size - 1}, not {min(prompt)} to {max(prompt)}"
+    token_ids = prompt + request.output_token_ids
+    if min(token_ids) < 0 or max(token_ids) >= spec.vocab_size:
+        found = f"{min(token_ids)} to {max(token_ids)}"
+        return f"token ids must be 0 to {spec.vocab_size - 1}, not {found}"
     return _size_problem(request, limits) or _sampling_problem(request.sampling, spec)
 
 
 def _size_problem(request: GenerateRequest, limits: EngineLimits) -> str | None:
     length, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    if (said := len(request.output_token_ids)) >= max_tokens:
+        return f"it has {said} output tokens from before, and max_tokens = {max_tokens}"
     asked, longest = length + max_tokens, limits.max_model_len
     sizes = f"{length} prompt tokens and max_tokens = {max_tokens}"
     if longest is not None and asked > longest:

@@ -56,7 +56,7 @@ class Request:
     eos_token_ids: Collection[int] = ()
     state: State = field(default=Unfinished.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt, then output
-    output_token_ids: list[int] = field(factory=list, init=False)
+    output_token_ids: list[int] = field(init=False)  # those of an earlier life first
     prompt_logprobs: list[TokenLogprob] = field(factory=list, init=False)  # as far as computed
     num_computed: int = field(default=0, init=False)  # leading tokens whose KV its blocks hold
     block_ids: list[int] = field(factory=list, init=False)
@@ -65,7 +65,8 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         sampling = self.ask.sampling
-        self.token_ids = list(self.ask.prompt_token_ids)
+        self.output_token_ids = list(self.ask.output_token_ids)
+        self.token_ids = [*self.ask.prompt_token_ids, *self.output_token_ids]
         self._end_token_ids = frozenset(sampling.stop_token_ids).union(
             () if sampling.ignore_eos else self.eos_token_ids
         )
@@ -77,8 +78,13 @@ class Request:
 
     @property
     def num_outputs(self) -> int:
-        """Tokens sampled so far."""
+        """Tokens sampled so far, here and in an earlier life."""
         return len(self.output_token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled here."""
+        return self.num_outputs - len(self.ask.output_token_ids)
 
     @property
     def num_findable(self) -> int:
@@ -87,7 +93,7 @@ class Request:
         Never the last: one must be computed to sample from. Nor any whose successor's logprob is
         asked for and not told yet: that takes the token's scores, and the cache has none.
         """
-        if self.ask.sampling.prompt_logprobs is None or self.is_scored:
+        if not self._tells_prompt or self.is_scored:
             return len(self.token_ids) - 1
         return len(self.prompt_logprobs)
 
@@ -133,9 +139,14 @@ class Request:
         """The next token may be one that ends the text."""
         return self.num_outputs >= self.ask.sampling.min_tokens
 
+    @property
+    def _tells_prompt(self) -> bool:
+        """The prompt's logprobs are asked for; an earlier life told them with its first token."""
+        return self.ask.sampling.prompt_logprobs is not None and not self.ask.output_token_ids
+
     def _scored(self, end: int) -> range:
         """Places of prompt tokens whose logprobs come out of a step that computes up to `end`."""
-        if self.ask.sampling.prompt_logprobs is None:
+        if not self._tells_prompt:
             return range(0)
         first = 1 + len(self.prompt_logprobs)
         return range(first, min(end + 1, len(self.ask.prompt_token_ids)))

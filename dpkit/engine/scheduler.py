@@ -201,7 +201,7 @@ class Scheduler:
         self, request: Request, token_id: int, logprob: TokenLogprob | None
     ) -> EngineOutput:
         reason = request.append(token_id)
-        is_first = request.num_outputs == 1
+        is_first = request.num_sampled == 1
         self.counters.output_tokens += 1
         if is_first:
             self.counters.prompt_tokens += len(request.ask.prompt_token_ids)
