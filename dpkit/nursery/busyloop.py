@@ -40,6 +40,8 @@ class BusyLoop:
         inbox: Where requests and aborts come in; closing it ends the loop gracefully.
         publish: Takes stats, synchronously. None: nothing is published.
         gate: Says when the counts have changed enough to be published.
+        on_lost: Told that this life is over, before its requests are: whoever places them anew
+            must know by then.
     """
 
     def __init__(
@@ -52,16 +54,23 @@ class BusyLoop:
         inbox: Inbox,
         publish: Callable[[EngineStats], None] | None,
         gate: PublishGate,
+        on_lost: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self.engine = engine
         self.core = core
         self.inbox = inbox
         self.ready = trio.Event()
         self.ended = trio.Event()
+        self.step_started_at: float | None = None
+        """When the step under way began; None between steps. What a watchdog looks at."""
         self._index = index
         self._model = model
         self._publish = publish
         self._gate = gate
+        self._on_lost = on_lost
+        self.cause: Exception | None = None
+        """Why this life is over, once it is lost."""
+        self._runner: Runner | None = None
         self._deliver: dict[str, Deliver] = {}
         self._seq = 0
         self._steps = 0
@@ -85,12 +94,15 @@ class BusyLoop:
                 num_blocks=limits.num_blocks,
                 block_size=limits.block_size,
                 name=str(self.engine),
-            ) as runner:
+            ) as self._runner:
                 self.ready.set()
-                await self._serve(runner)
+                await self._serve(self._runner)
         except Exception as error:
-            self._lose_requests(error)
             error.add_note(f"in engine {self.engine}, step {self._steps + 1}")
+            self.lose(error)
+            raise
+        except trio.Cancelled:
+            self.lose(EngineLost(f"engine {self.engine} was stopped", engine=self.engine))
             raise
         finally:
             self.inbox.close()
@@ -101,7 +113,11 @@ class BusyLoop:
             self._drain()
             self._publish_if_changed()  # a long step must not hide what arrived before it
             if (batch := self.core.schedule()) is not None:
+                self.step_started_at = trio.current_time()
                 result = await runner.execute(batch)
+                self.step_started_at = None
+                if self.cause is not None:  # given up while it ran: nobody waits for the outputs
+                    raise self.cause
                 self._steps += 1
                 self._send(self.core.apply(batch, result))
                 self._publish_if_changed()
@@ -144,8 +160,17 @@ class BusyLoop:
                 del self._deliver[output.request_id]
             deliver(self.engine, output)
 
-    def _lose_requests(self, cause: Exception) -> None:
-        """End every request of this life, drained or not, so that none waits for ever."""
+    def lose(self, cause: Exception) -> None:
+        """End this life: every request of it, drained or not, gets `EngineLost`; idempotent.
+
+        The watchdog calls it while a step hangs; `run` ends when that step does, or when it is
+        cancelled after `abandon`.
+        """
+        if self.cause is not None:
+            return
+        self.cause = cause
+        self.inbox.close()
+        self._on_lost(cause)
         held = list(self._deliver.items())
         self._deliver.clear()
         queued = self.inbox.drain().requests  # perhaps with an id of the former, of another client
@@ -158,6 +183,16 @@ class BusyLoop:
             )
             error.__cause__ = cause
             deliver(self.engine, _failed(request_id, error))
+
+    @property
+    def is_interruptible(self) -> bool:
+        """Whether a cancellation ends a step: a simulated one, but none that runs in a thread."""
+        return self._model.inline
+
+    def abandon(self) -> None:
+        """Let a cancellation end `run` in the middle of a step that hangs in its thread."""
+        if self._runner is not None:
+            self._runner.abandon()
 
     def _publish_if_changed(self) -> None:
         if self._publish is None:

@@ -9,6 +9,8 @@ Owns the engine's KV cache, which is made and used in that thread. Knows nothing
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import queue
 import threading
 from contextlib import asynccontextmanager
@@ -25,12 +27,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 
 class Runner(Protocol):
     """Runs one engine's steps, one at a time."""
 
     async def execute(self, batch: Batch) -> StepResult:
         """Compute a step and let its duration pass; at least one checkpoint, exactly one inline."""
+
+    def abandon(self) -> None:
+        """Let a cancellation interrupt the wait for a step that does not end; its thread is lost.
+
+        For a hung step only: no thread can be killed, so this one runs on and is reported.
+        """
 
 
 class _InlineRunner:
@@ -43,36 +53,52 @@ class _InlineRunner:
         await trio.sleep(result.duration_s)  # also the step's one checkpoint when it is 0
         return result
 
+    def abandon(self) -> None:
+        pass  # a sleep can be cancelled at any time
+
 
 class _EngineThread:
     """A thread that runs what it is given, in order, for one Trio task at a time."""
 
     def __init__(self, name: str) -> None:
         self._token = trio.lowlevel.current_trio_token()
-        self._jobs: queue.SimpleQueue[tuple[trio.lowlevel.Task, Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         # A daemon only so that a hung step cannot keep a dying interpreter alive.
         self._thread = threading.Thread(target=self._work, name=f"dpkit {name}", daemon=True)
         self._thread.start()
+        self._waiting: trio.lowlevel.Task | None = None
+        self.abandoned = False
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            task, function = job
-            self._token.run_sync_soon(trio.lowlevel.reschedule, task, outcome.capture(function))
+        while (function := self._jobs.get()) is not None:
+            result = outcome.capture(function)
+            with contextlib.suppress(trio.RunFinishedError):  # abandoned, and Trio is gone by now
+                self._token.run_sync_soon(self._hand_over, result)
+
+    def _hand_over(self, result: outcome.Outcome[Any]) -> None:
+        if self._waiting is not None:
+            task, self._waiting = self._waiting, None
+            trio.lowlevel.reschedule(task, result)
 
     async def run(self, function: Callable[[], T]) -> T:
-        self._jobs.put((trio.lowlevel.current_task(), function))
+        self._waiting = trio.lowlevel.current_task()
+        self._jobs.put(function)
 
         def abort(_: object) -> trio.lowlevel.Abort:
-            return trio.lowlevel.Abort.FAILED  # a thread cannot be interrupted: wait for the step
+            if not self.abandoned:
+                return trio.lowlevel.Abort.FAILED  # a thread can't be interrupted: await the step
+            self._waiting = None
+            return trio.lowlevel.Abort.SUCCEEDED
 
         result: T = await trio.lowlevel.wait_task_rescheduled(abort)
         return result
 
     def stop(self) -> None:
         self._jobs.put(None)
-        self._thread.join()
+        if not self.abandoned:
+            self._thread.join()
+        elif self._thread.is_alive():
+            _log.error("%s: its step does not end; the thread is left behind", self._thread.name)
 
 
 class _ThreadRunner:
@@ -86,6 +112,9 @@ class _ThreadRunner:
         if result.duration_s:
             await trio.sleep(result.duration_s)
         return result
+
+    def abandon(self) -> None:
+        self._thread.abandoned = True
 
 
 @asynccontextmanager
@@ -102,7 +131,8 @@ async def open_runner(
 
     Resource handling:
         Cache and thread live exactly as long as the block; leaving it joins the thread. A step
-        cannot be cancelled, so the thread is idle by then and the join takes no time.
+        cannot be cancelled, so the thread is idle by then and the join takes no time. The one
+        exception is an engine that was abandoned in a hung step: its thread is left behind, loudly.
 
     Error handling:
         What the model raises comes out unchanged, from here or from `execute`.

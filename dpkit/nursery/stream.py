@@ -14,14 +14,14 @@ import trio
 from attrs import evolve
 
 from dpkit.errors import InternalError
-from dpkit.messages import Completion, FinishReason, Output
+from dpkit.messages import Completion, EngineOutput, FinishReason, Output
 from dpkit.nursery.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from dpkit.balancer.dispatch import Placement
-    from dpkit.messages import EngineId, EngineOutput, GenerateRequest, TokenLogprob
+    from dpkit.messages import EngineId, GenerateRequest, TokenLogprob
     from dpkit.nursery.client import Client
     from dpkit.text.transcript import Transcript
 
@@ -35,8 +35,8 @@ class OutputStream:
             async for output in stream:
                 print(output.text, end="")
 
-    Entering picks an engine and charges it, in one synchronous step after one checkpoint. Leaving,
-    by whatever way, aborts the request if it is unfinished and releases the engine, exactly once,
+    Entering waits for a place, which is none at all while there is room; picking an engine and
+    charging it is one synchronous step. Leaving, by whatever way, aborts the request if it is unfinished and releases the engine, exactly once,
     without a checkpoint. `text`, `token_ids` and the logprobs hold all that was read so far and
     stay readable.
 
@@ -57,6 +57,8 @@ class OutputStream:
         self._transcript = transcript
         self._unread_text = ""  # with stop strings only: else the mailbox's tokens are all there is
         self._mailbox = Mailbox(request.request_id)
+        self._placed = trio.lowlevel.ParkingLot()
+        self._failure: Exception | None = None
         self._started_at = self._first_token_at = self._ended_at = math.nan
 
     def __repr__(self) -> str:
@@ -77,12 +79,23 @@ class OutputStream:
 
     @trio.lowlevel.enable_ki_protection  # Ctrl-C must not land between the charge and the block
     async def __aenter__(self) -> Self:
-        if self.placement is not None:
+        if not math.isnan(self._started_at):
             raise RuntimeError(f"request {self.request_id} was started already; make a new stream")
         self._started_at = trio.current_time()
         await trio.lowlevel.checkpoint()
-        self.placement = self._client.begin(self)
+        self._client.begin(self)
+        if self.placement is None and self._failure is None:
+            await self._wait_placed()
+        if self._failure is not None and self.placement is None:
+            raise self._failure
         return self
+
+    async def _wait_placed(self) -> None:
+        try:
+            await self._placed.park()
+        except BaseException:  # cancelled in the queue, or just when it was placed
+            self.close()
+            raise
 
     @trio.lowlevel.enable_ki_protection  # nor between the end of the block and the release
     async def __aexit__(
@@ -112,6 +125,7 @@ class OutputStream:
         Raises:
             RequestRejected: the request can never fit the engine.
             EngineLost: the engine died; what was read before stays in `text` and `token_ids`.
+            DeadlineExceeded: the request's own deadline passed.
             ClusterClosed: the cluster was left meanwhile.
             ClosedResourceError: the stream was closed, by this task or another.
             BusyResourceError: another task is reading it.
@@ -151,6 +165,19 @@ class OutputStream:
 
     def _transcribe(self, output: EngineOutput) -> str:
         return self._transcript.feed(output.token_ids, last=output.finish_reason is not None)
+
+    def on_placed(self, placement: Placement) -> None:
+        """The request has its engine, perhaps not its first one; called by the client."""
+        self.placement = placement
+        self._placed.unpark_all()
+
+    def fail(self, reason: FinishReason, error: Exception) -> None:
+        """There will be no more, and `error` is why; called by the client."""
+        self._failure = error
+        self._placed.unpark_all()
+        self.deliver(
+            EngineOutput(request_id=self.request_id, finish_reason=reason, error=error)
+        )
 
     def deliver(self, output: EngineOutput) -> None:
         """Take one engine output; called by the client, never by users."""

@@ -1,0 +1,382 @@
+"""Every request of one client, from admission to its one terminal event.
+
+One synchronous state machine: queued, placed, ended. Whatever happens (an engine's output, a lost
+engine, a reader that leaves, a deadline, a drain) is one call that changes all the books at once and
+returns; the only thing a request ever waits for is its place, in its own task. Knows engines only
+as links, and nothing of sockets, prompts or text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import define, evolve, field, frozen
+
+from dpkit.balancer.admission import AdmissionQueue, Entry
+from dpkit.balancer.deadlines import Deadlines
+from dpkit.errors import (
+    ClusterClosed,
+    DeadlineExceeded,
+    DpkitError,
+    Draining,
+    EngineLost,
+    Overloaded,
+    RequestRejected,
+)
+from dpkit.messages import EngineOutput
+from dpkit.names import Cause, FinishReason
+from dpkit.nursery.events import EventKind
+from dpkit.nursery.inbox import duplicate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dpkit.abc import EngineLink
+    from dpkit.balancer.admission import Ticket
+    from dpkit.balancer.dispatch import EarlyDispatch, Placement
+    from dpkit.messages import EngineId, GenerateRequest
+    from dpkit.nursery.events import EventLog
+    from dpkit.nursery.membership import Membership
+    from dpkit.nursery.stream import OutputStream
+
+
+_DRAIN_RETRY_S = 5.0
+"""What a client of a draining cluster is told to wait: about the time a restarted pod needs."""
+
+
+@frozen(kw_only=True)
+class Limits:
+    """What one client admits. Times are seconds."""
+
+    max_inflight: int | None = None
+    """Requests on engines at once; None: as many as come."""
+    max_queued: int = 1024
+    queue_timeout: float = 60.0
+    retries: int = 1
+    """Placements after a loss; each needs that nothing was delivered, or `resume`."""
+    resume: bool = False
+
+
+@define(eq=False)
+class Flight:
+    """One request under way."""
+
+    stream: OutputStream
+    request: GenerateRequest  # as an engine gets it: it grows when it is resumed elsewhere
+    retries_left: int
+    times_out_at: float  # in the queue
+    ticket: Ticket | None = None
+    placement: Placement | None = None
+    delivered: list[int] = field(factory=list)
+
+
+class Flights:
+    """The table of one client's requests; all methods are for Trio's thread, none waits."""
+
+    def __init__(
+        self,
+        dispatch: EarlyDispatch,
+        *,
+        limits: Limits,
+        membership: Membership,
+        events: EventLog,
+    ) -> None:
+        self.causes: Counter[Cause] = Counter()
+        """Requests ended, by cause; each is counted once."""
+        self.started = self.retried = self.resumed = self.late_outputs = 0
+        self._dispatch = dispatch
+        self._limits = limits
+        self._membership = membership
+        self._events = events
+        self._links: dict[EngineId, EngineLink] = {}
+        self._flights: dict[str, Flight] = {}
+        self._queue = AdmissionQueue(limits.max_queued)
+        self._deadlines = Deadlines()
+        self._refusal: type[DpkitError] | None = None
+        self._timer = trio.lowlevel.ParkingLot()
+        self._idle = trio.lowlevel.ParkingLot()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def placed(self) -> int:
+        """Requests on engines."""
+        return len(self._flights) - len(self._queue)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._queue)
+
+    # Engines come and go.
+
+    def connect(self, link: EngineLink) -> None:
+        """Make a life of an engine reachable."""
+        self._links[link.engine] = link
+
+    def disconnect(self, engine: EngineId) -> None:
+        """Forget a life of an engine; its requests have been told."""
+        self._links.pop(engine, None)
+
+    def offer(self, engine: EngineId, rank: int) -> None:
+        """Let the policy pick an engine; whoever waits for a place may go there."""
+        self._dispatch.add(engine, rank)
+        self._fill()
+
+    def withdraw(self, engine: EngineId) -> None:
+        """Let the policy pick an engine no more; what it holds is not touched."""
+        self._dispatch.remove(engine)
+
+    # A request's life.
+
+    @trio.lowlevel.enable_ki_protection
+    def begin(self, stream: OutputStream) -> None:
+        """Admit a request, and place it at once if there is room.
+
+        Raises:
+            RequestRejected: its id is in flight, or it can never be placed.
+            Overloaded: the queue is full.
+            ClusterClosed, Draining: nothing is admitted any more.
+        """
+        request = stream.request
+        if self._refusal is not None:
+            raise self._refused(request.request_id)
+        if request.request_id in self._flights:
+            raise duplicate(request.request_id)
+        flight = Flight(
+            stream=stream,
+            request=request,
+            retries_left=self._limits.retries,
+            times_out_at=trio.current_time() + self._limits.queue_timeout,
+        )
+        self._enqueue(flight)
+        self._flights[request.request_id] = flight
+        self.started += 1
+        self._fill()
+        self._set_alarm(flight)
+
+    @trio.lowlevel.enable_ki_protection
+    def deliver(self, engine: EngineId, output: EngineOutput) -> None:
+        """Route one output to its stream; called by links, on Trio's thread."""
+        flight = self._flights.get(output.request_id)
+        if flight is None or flight.placement is None or flight.placement.engine != engine:
+            self.late_outputs += 1
+            return
+        if output.token_ids and not flight.delivered:
+            self._membership.on_success(engine)
+        if isinstance(output.error, EngineLost) and self._try_elsewhere(flight):
+            return
+        flight.delivered += output.token_ids
+        if output.finish_reason is not None:
+            self._conclude(flight, output.finish_reason, _cause(output))
+        flight.stream.deliver(output)
+        self._fill()
+
+    @trio.lowlevel.enable_ki_protection
+    def end(self, stream: OutputStream) -> None:
+        """Leave a stream: withdraw or abort its request if it is unfinished. Idempotent."""
+        if (flight := self._flights.get(stream.request_id)) and flight.stream is stream:
+            self._stop(flight, FinishReason.ABORT, Cause.CLIENT)
+
+    @trio.lowlevel.enable_ki_protection
+    def finish(self, stream: OutputStream) -> None:
+        """End a stream that has all it wanted: only it sees a stop string. Idempotent."""
+        if (flight := self._flights.get(stream.request_id)) and flight.stream is stream:
+            self._stop(flight, FinishReason.STOP, Cause.STOP)
+
+    # The end of many at once.
+
+    @trio.lowlevel.enable_ki_protection
+    def refuse(self, error: type[DpkitError]) -> None:
+        """Admit nothing any more; what is under way goes on."""
+        self._refusal = error
+
+    @trio.lowlevel.enable_ki_protection
+    def abort_all(self, cause: Cause) -> None:
+        """End whatever is under way; readers get the error of `refuse`."""
+        for flight in list(self._flights.values()):
+            error = self._refused(flight.request.request_id)
+            self._fail(flight, FinishReason.ABORT, cause, error)
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing is under way."""
+        while self._flights:
+            await self._idle.park()
+
+    # Time.
+
+    async def keep_time(self) -> None:
+        """End requests at their deadlines and queue time-outs; a service task, until cancelled."""
+        while True:
+            with trio.move_on_at(self._deadlines.next() or float("inf")):
+                await self._timer.park()
+            now = trio.current_time()
+            for request_id in self._deadlines.expired(now):
+                if flight := self._flights.get(request_id):
+                    self._expire(flight, now)
+
+    def _expire(self, flight: Flight, now: float) -> None:
+        request = flight.request
+        if request.deadline is not None and now >= request.deadline:
+            error: DpkitError = DeadlineExceeded(
+                f"request {request.request_id}: its deadline passed after "
+                f"{len(flight.delivered)} tokens; give it more time, or ask for fewer tokens",
+                request_id=request.request_id,
+            )
+            self._fail(flight, FinishReason.ERROR, Cause.DEADLINE, error)
+        elif flight.placement is None and now >= flight.times_out_at:
+            error = Overloaded(
+                f"request {request.request_id}: no engine had room for "
+                f"{self._limits.queue_timeout:g} s; try again later, or add engines",
+                retry_after=self._queue.retry_after(now),
+                request_id=request.request_id,
+            )
+            self._fail(flight, FinishReason.ERROR, Cause.OVERLOADED, error)
+
+    def _set_alarm(self, flight: Flight) -> None:
+        """Have `keep_time` look at a request at the moment that is next for it, if there is one."""
+        request_id = flight.request.request_id
+        if self._flights.get(request_id) is not flight:
+            return
+        deadline = flight.request.deadline
+        alarm = min(
+            float("inf") if deadline is None else deadline,
+            float("inf") if flight.ticket is None else flight.times_out_at,
+        )
+        if alarm == float("inf"):
+            return
+        earliest = self._deadlines.next()
+        self._deadlines.add(alarm, request_id)
+        if earliest is None or alarm < earliest:
+            self._timer.unpark()
+
+    # Places.
+
+    def _enqueue(self, flight: Flight, *, front: bool = False) -> None:
+        request = flight.request
+        entry = Entry(
+            request_id=request.request_id,
+            priority=request.priority,
+            tenant=request.tenant,
+            tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
+        )
+        now = trio.current_time()
+        flight.ticket = self._queue.put_front(entry) if front else self._queue.put(entry, now)
+
+    def _fill(self) -> None:
+        """Place whoever is next in line, for as long as there is room."""
+        while self._queue and self._has_room():
+            flight = self._flights[self._queue.pop(trio.current_time()).request_id]
+            flight.ticket = None
+            self._place(flight)
+
+    def _has_room(self) -> bool:
+        bound = self._limits.max_inflight
+        return self._dispatch.has_room() and (bound is None or self.placed < bound)
+
+    def _place(self, flight: Flight) -> None:
+        try:
+            flight.placement = self._dispatch.place(flight.request)
+            self._links[flight.placement.engine].submit(flight.request)
+        except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
+            self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
+        else:
+            flight.stream.on_placed(flight.placement)
+            self._deadlines.discard(flight.request.request_id)
+            self._set_alarm(flight)
+            self._membership.on_placed(flight.placement.engine)
+
+    def _try_elsewhere(self, flight: Flight) -> bool:
+        """Place a request of a lost engine anew, if it may be; the engine is no candidate by now."""
+        request, resume = flight.request, flight.request.resume or self._limits.resume
+        if not flight.retries_left or request.engine is not None or self._refusal is ClusterClosed:
+            return False
+        if flight.delivered and not resume:
+            return False
+        self._leave_engine(flight)
+        flight.retries_left -= 1
+        flight.times_out_at = trio.current_time() + self._limits.queue_timeout
+        if flight.delivered:
+            self.resumed += 1
+            flight.request = _from_where_it_was(flight)
+        else:
+            self.retried += 1
+        kind = EventKind.REQUEST_RESUMED if flight.delivered else EventKind.REQUEST_RETRIED
+        self._events.emit(kind, request_id=request.request_id)
+        self._enqueue(flight, front=True)
+        self._fill()
+        self._set_alarm(flight)
+        return True
+
+    # Ends.
+
+    def _stop(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
+        """End a request from this side: withdraw it from the queue, or abort it."""
+        if flight.placement is not None and (link := self._links.get(flight.placement.engine)):
+            link.abort(flight.request.request_id)
+        self._conclude(flight, reason, cause)
+        self._fill()
+
+    def _fail(
+        self, flight: Flight, reason: FinishReason, cause: Cause, error: Exception
+    ) -> None:
+        self._stop(flight, reason, cause)
+        flight.stream.fail(reason, error)
+
+    def _refused(self, request_id: str) -> DpkitError:
+        if self._refusal is Draining:
+            return Draining(
+                f"request {request_id}: the cluster is draining and takes no new requests; "
+                "try another one, or this one again when it is back",
+                retry_after=_DRAIN_RETRY_S,
+                request_id=request_id,
+            )
+        return ClusterClosed(
+            f"request {request_id}: the cluster is closed; make requests inside its "
+            "`async with` block",
+            request_id=request_id,
+        )
+
+    def _leave_engine(self, flight: Flight) -> None:
+        if flight.placement is not None:
+            placement, flight.placement = flight.placement, None
+            self._dispatch.release(placement)
+
+    def _conclude(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
+        """The one terminal event of a request."""
+        engine = flight.placement.engine if flight.placement else None
+        self._leave_engine(flight)
+        if flight.ticket is not None:
+            self._queue.withdraw(flight.ticket)
+        del self._flights[flight.request.request_id]
+        self._deadlines.discard(flight.request.request_id)
+        self.causes[cause] += 1
+        self._events.emit(
+            EventKind.REQUEST_ENDED,
+            request_id=flight.request.request_id,
+            engine=engine,
+            reason=reason,
+            cause=cause,
+        )
+        if not self._flights:
+            self._idle.unpark_all()
+
+
+def _from_where_it_was(flight: Flight) -> GenerateRequest:
+    """The request with what was delivered so far as its output; the prompt was described then."""
+    asked = flight.stream.request
+    return evolve(
+        asked,
+        output_token_ids=asked.output_token_ids + tuple(flight.delivered),
+        sampling=evolve(asked.sampling, prompt_logprobs=None),
+    )
+
+
+def _cause(output: EngineOutput) -> Cause:
+    """Why an engine ended a request."""
+    if output.finish_reason is FinishReason.ERROR:
+        return Cause.REFUSED if isinstance(output.error, RequestRejected) else Cause.ENGINE_LOST
+    return Cause(output.finish_reason)

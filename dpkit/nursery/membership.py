@@ -1,0 +1,103 @@
+"""Which engines may be picked, told to every client at the moment it changes.
+
+Joins what the supervisor knows (lives begin and end) with what health says (ejected, on probation)
+and keeps each client's view to just the pickable ones. Decides nothing itself: the arithmetic is
+`dpkit.balancer.health`. All calls are synchronous but `keep_time`, a service task.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dpkit.abc import EngineLink
+    from dpkit.balancer.health import Health
+    from dpkit.messages import EngineId
+    from dpkit.nursery.flights import Flights
+
+    MakeLink = Callable[[Flights], EngineLink]
+
+
+class Membership:
+    """The engines that serve now, by incarnation.
+
+    Args:
+        health: Says who may be picked; told of every loss and success.
+    """
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        self._clients: list[Flights] = []
+        self._ranks: dict[EngineId, int] = {}
+        self._offered: set[EngineId] = set()
+        self._timer = trio.lowlevel.ParkingLot()
+
+    def __repr__(self) -> str:
+        return f"<Membership: {len(self._offered)} of {len(self._ranks)} engines may be picked>"
+
+    def __contains__(self, engine: EngineId) -> bool:
+        return engine in self._offered
+
+    def add_client(self, flights: Flights) -> None:
+        """Keep a client's view from now on; before the first engine joins."""
+        self._clients.append(flights)
+
+    def join(self, engine: EngineId, rank: int, make_link: MakeLink) -> None:
+        """A life of an engine serves from now on; `make_link` links a client to it."""
+        for flights in self._clients:
+            flights.connect(make_link(flights))
+        self._ranks[engine] = rank
+        self._health.on_ready(engine, trio.current_time())
+        self._refresh()
+
+    def leave(self, engine: EngineId, *, lost: bool) -> None:
+        """A life takes no more requests; `lost`: nor will it finish those it has. Idempotent."""
+        if self._ranks.pop(engine, None) is None:
+            return
+        if lost:
+            self._health.on_lost(engine, trio.current_time())
+        else:
+            self._health.on_left(engine)
+        self._refresh()
+
+    def forget(self, engine: EngineId) -> None:
+        """A life is over and its requests have been told."""
+        self.leave(engine, lost=False)
+        for flights in self._clients:
+            flights.disconnect(engine)
+
+    def on_placed(self, engine: EngineId) -> None:
+        """A request went there: if it is a probe, it is the only one."""
+        if self._health.on_placed(engine):
+            self._refresh()
+
+    def on_success(self, engine: EngineId) -> None:
+        """A request got its first token there: if it was a probe, the engine is well."""
+        if self._health.on_success(engine):
+            self._refresh()
+
+    async def keep_time(self) -> None:
+        """Let ejected engines return when their time is over; until cancelled."""
+        while True:
+            change = self._health.next_change(trio.current_time())
+            with trio.move_on_at(float("inf") if change is None else change):
+                await self._timer.park()
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Bring every client's view in line with health, losses before gains."""
+        now = trio.current_time()
+        pickable = {engine for engine in self._ranks if self._health.may_pick(engine, now)}
+        for engine in sorted(self._offered - pickable):
+            self._offered.discard(engine)
+            for flights in self._clients:
+                flights.withdraw(engine)
+        for engine in sorted(pickable - self._offered, key=self._ranks.__getitem__):
+            self._offered.add(engine)
+            for flights in self._clients:
+                flights.offer(engine, self._ranks[engine])
+        self._timer.unpark_all()

@@ -1,0 +1,195 @@
+"""One place for an engine in the cluster, and the lives that fill it one after the other.
+
+A life is a busy loop with a core and an inbox of its own; the supervisor asks for the next one when
+the last one failed. The slot watches the clock of a life's steps, and tells the membership when a
+life begins to serve and when it is over. Knows nothing of balancing or of other slots.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import frozen
+
+from dpkit.errors import EngineLost
+from dpkit.link.local import LocalLink
+from dpkit.messages import EngineId
+from dpkit.names import EngineState
+from dpkit.nursery.events import EventKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dpkit.engine.core import EngineCoreStatistics
+    from dpkit.nursery.busyloop import BusyLoop
+    from dpkit.nursery.events import EventLog
+    from dpkit.nursery.flights import Flights
+    from dpkit.nursery.membership import Membership
+
+    MakeLoop = Callable[[EngineId, int, Callable[[Exception], None]], BusyLoop]
+
+
+@frozen(kw_only=True)
+class EngineStatistics:
+    """One engine at one moment. `core` counts since the birth of its present life."""
+
+    engine: EngineId
+    model: str
+    state: EngineState
+    restarts: int
+    last_error: str | None
+    """Of the life before, or of the last one of an engine that is down."""
+    core: EngineCoreStatistics
+
+
+class EngineSlot:
+    """A place with a name and a rank.
+
+    Args:
+        name: Of the engine; with the number of the life it names an incarnation.
+        rank: Index of the engine in the cluster.
+        model: Its name, for statistics.
+        make_loop: Makes the busy loop of a life, from its id, the rank, and what to call when lost.
+        step_timeout: Seconds after which a step counts as hung.
+        membership: Told who serves.
+        events: Told what happens.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        model: str,
+        make_loop: MakeLoop,
+        step_timeout: float,
+        membership: Membership,
+        events: EventLog,
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self.state = EngineState.STARTING
+        self.settled = trio.Event()
+        """Set once the engine has been ready for the first time, or is down for good."""
+        self.restarts = 0
+        self.last_error: Exception | None = None
+        self._model = model
+        self._make_loop = make_loop
+        self._step_timeout = step_timeout
+        self._membership = membership
+        self._events = events
+        self.loop = make_loop(EngineId(name), rank, self._lost)
+
+    def __repr__(self) -> str:
+        return f"<EngineSlot {self.name}: {self.state}, {self.restarts} restarts, {self.loop!r}>"
+
+    @property
+    def engine(self) -> EngineId:
+        """The present life, or the last one."""
+        return self.loop.engine
+
+    async def live(self, number: int) -> None:
+        """Live once: a life of the supervisor's. Ends well only when the engine was closed."""
+        if number:
+            self.restarts += 1
+            self.state = EngineState.STARTING
+            self.loop = self._make_loop(EngineId(self.name, number), self.rank, self._lost)
+        loop = self.loop
+        try:
+            await self._run(loop)
+        finally:
+            self._membership.forget(loop.engine)
+        if loop.cause is not None:
+            self.last_error = loop.cause
+            raise loop.cause
+        self.state = EngineState.DOWN
+
+    def give_up(self, error: Exception) -> None:
+        """The supervisor will ask for no more lives."""
+        self.state = EngineState.DOWN
+        self.last_error = error
+        self._events.emit(EventKind.ENGINE_DOWN, engine=self.engine, detail=repr(error))
+        self.settled.set()
+
+    def drain(self) -> None:
+        """Take no more requests; finish those there are."""
+        self.state = EngineState.DRAINING
+        self._membership.leave(self.engine, lost=False)
+
+    def close(self) -> None:
+        """End the present life once it has nothing left to do."""
+        self.drain()
+        self.loop.inbox.close()
+
+    def abandon(self) -> None:
+        """Let go of a life that does not end by itself; it is about to be cancelled."""
+        if not self.loop.ended.is_set():
+            self.loop.abandon()
+
+    def statistics(self) -> EngineStatistics:
+        """All about this engine, now."""
+        error = self.last_error
+        return EngineStatistics(
+            engine=self.engine,
+            model=self._model,
+            state=self.state,
+            restarts=self.restarts,
+            last_error=None if error is None else f"{type(error).__name__}: {error}",
+            core=self.loop.core.statistics(),
+        )
+
+    async def _run(self, loop: BusyLoop) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def serve() -> None:
+                with suppress(Exception):  # kept as the loop's cause; a nursery would wrap it
+                    await loop.run()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(serve, name=f"busy loop {loop.engine}")
+            nursery.start_soon(self._announce, loop, name=f"announce {loop.engine}")
+            nursery.start_soon(self._watch, loop, nursery.cancel_scope, name=f"watch {loop.engine}")
+
+    async def _announce(self, loop: BusyLoop) -> None:
+        await loop.ready.wait()
+        if self.state is not EngineState.STARTING:  # drained or lost before it was ready
+            return
+        self.state = EngineState.READY
+
+        def make_link(flights: Flights) -> LocalLink:
+            return LocalLink(loop.engine, loop.inbox, flights.deliver)
+
+        self._events.emit(EventKind.ENGINE_READY, engine=loop.engine)
+        self._membership.join(loop.engine, self.rank, make_link)
+        self.settled.set()
+
+    async def _watch(self, loop: BusyLoop, life: trio.CancelScope) -> None:
+        """End a life whose step does not end.
+
+        A step in a thread cannot be interrupted: then the engine is stuck until it comes back, and
+        only its requests go on elsewhere. A simulated step can be, and the next life begins at once.
+        """
+        while True:
+            started = loop.step_started_at
+            now = trio.current_time()
+            if started is not None and now >= started + self._step_timeout:
+                break
+            await trio.sleep_until((now if started is None else started) + self._step_timeout)
+        self.state = EngineState.STUCK
+        self._events.emit(EventKind.ENGINE_STUCK, engine=loop.engine)
+        loop.lose(
+            EngineLost(
+                f"engine {loop.engine} is stuck: a step has taken more than "
+                f"{self._step_timeout:g} s (supervision.step_timeout)",
+                engine=loop.engine,
+            )
+        )
+        if loop.is_interruptible:
+            life.cancel()
+
+    def _lost(self, error: Exception) -> None:
+        engine = self.loop.engine
+        self._events.emit(EventKind.ENGINE_LOST, engine=engine, detail=repr(error))
+        self._membership.leave(engine, lost=True)
