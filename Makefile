@@ -16,7 +16,7 @@ run: $(VENV)/.installed model  ## the main job: two engines answer four prompts
 test: $(VENV)/.installed model  ## the whole fast suite
 	$(BIN)/pytest
 
-# No faulthandler watchdog: it walks the frames of running code, which crashed CPython 3.11 here.
+# No faulthandler watchdog: a run of minutes died (CPython 3.11) in the middle of its second dump.
 slow: $(VENV)/.peers model  ## soaks, thousands of seeds, comparisons with transformers
 	$(BIN)/pytest -m slow --timeout 1800 -o faulthandler_timeout=0
 

@@ -56,6 +56,9 @@ class Model(abc.ABC):
 
     spec: ModelSpec = ModelSpec()
 
+    threads_per_engine: int = 1
+    """Threads that one `execute` may use: a cluster shares the cores among its engines."""
+
     @abc.abstractmethod
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of this model."""

@@ -98,6 +98,19 @@ class GgufFile:
         )
 
 
+class Metadata:
+    """The file's metadata; a missing key is refused by its name."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.path = file.path
+        self.get = file.metadata.get
+
+    def __getitem__(self, key: str) -> Any:
+        if (value := self.get(key)) is None:
+            raise ModelUnsupported(f"{self.path}: metadata {key!r} is missing")
+        return value
+
+
 class _Cursor:
     """Reads header values one after another."""
 

@@ -1,20 +1,22 @@
 """Translates a GGUF file into what the same model would be as a Hugging Face directory.
 
-One translation serves the loader and `dpkit fetch`: names, configuration, tokenizer, and the row
-order of the attention weights. Knows the llama architecture with a byte-level BPE tokenizer;
-refuses any other by name.
+One translation serves the loader and `dpkit fetch`: names, configuration and the row order of the
+attention weights; the tokenizer is `gguf_tokenizer`'s. Refuses architectures that it does not know
+by name.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dpkit.checkpoint.checkpoint import Checkpoint
-from dpkit.checkpoint.gguf import GgufFile
+from dpkit.checkpoint.gguf import GgufFile, Metadata
+from dpkit.checkpoint.gguf_tokenizer import tokenizer_json
 from dpkit.errors import ModelUnsupported
 
 if TYPE_CHECKING:
@@ -22,6 +24,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",  # Mistral's files say so too
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
+)
 
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -31,6 +41,8 @@ TENSOR_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -42,32 +54,19 @@ TENSOR_NAMES = {
 # name one only, and an instruct model that merely continues a text ends it with the other.
 _ENDS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>"}
 
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
-
-_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-_PRE_TOKENIZERS: Mapping[str, Any] = {
-    "smollm": {
-        "type": "Sequence",
-        "pretokenizers": [
-            {"type": "Digits", "individual_digits": True},
-            {**_BYTE_LEVEL, "use_regex": True},
-        ],
-    },
-    "gpt-2": {**_BYTE_LEVEL, "use_regex": True},
-}
+# What divides each rotary frequency (Llama 3's scaling, worked out): in a tensor, not in metadata.
+_DIVISORS = "rope_freqs.weight"
 
 
 def read_gguf(path: Path) -> Checkpoint:
-    """Read a `.gguf` file of the llama architecture.
+    """Read a `.gguf` file.
 
     Raises:
         ModelUnsupported: another architecture, tokenizer or tensor type; names it.
     """
     file = GgufFile(path)
-    metadata = _Metadata(file)
-    if (architecture := metadata["general.architecture"]) != "llama":
-        raise ModelUnsupported(f"{path}: architecture {architecture!r}; only 'llama' is read")
-    config = _config(metadata, tied="output.weight" not in file.entries)
+    metadata = Metadata(file)
+    config = _config(metadata, file)
     tokens = metadata["tokenizer.ggml.tokens"]
     special = {
         f"{role}_token": tokens[token_id]
@@ -78,53 +77,54 @@ def read_gguf(path: Path) -> Checkpoint:
         path=path,
         config=config,
         eos_token_ids=_eos_token_ids(tokens, config["eos_token_id"]),
-        tokenizer_json=json.dumps(_tokenizer(metadata), ensure_ascii=False),
+        tokenizer_json=json.dumps(tokenizer_json(metadata), ensure_ascii=False),
         chat_template=metadata.get("tokenizer.chat_template"),
         special_tokens=special,
-        tensors=_LlamaTensors(file, config),
+        tensors=_Tensors(file, config),
     )
 
 
-class _Metadata:
-    """The file's metadata; a missing key is refused by its name."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.path = file.path
-        self.get = file.metadata.get
-
-    def __getitem__(self, key: str) -> Any:
-        if (value := self.get(key)) is None:
-            raise ModelUnsupported(f"{self.path}: metadata {key!r} is missing")
-        return value
-
-
-def _config(metadata: _Metadata, *, tied: bool) -> dict[str, Any]:
+def _config(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     """The file's metadata in the words of config.json."""
-    heads = metadata["llama.attention.head_count"]
-    hidden = metadata["llama.embedding_length"]
-    if (scaling := metadata.get("llama.rope.scaling.type", "none")) != "none":
-        raise ModelUnsupported(f"{metadata.path}: rope scaling {scaling!r} is not supported")
+    name = metadata["general.architecture"]
+    if name not in ARCHITECTURES:
+        read = ", ".join(map(repr, ARCHITECTURES))
+        raise ModelUnsupported(f"{metadata.path}: architecture {name!r}; read are {read}")
+    heads = metadata[f"{name}.attention.head_count"]
+    hidden = metadata[f"{name}.embedding_length"]
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[name]],
+        "model_type": name,
         "dtype": "float32",
         "hidden_act": "silu",
         "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
         "hidden_size": hidden,
-        "intermediate_size": metadata["llama.feed_forward_length"],
-        "num_hidden_layers": metadata["llama.block_count"],
+        "intermediate_size": metadata[f"{name}.feed_forward_length"],
+        "num_hidden_layers": metadata[f"{name}.block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
-        "head_dim": metadata.get("llama.attention.key_length", hidden // heads),
-        "max_position_embeddings": metadata["llama.context_length"],
-        "rms_norm_eps": metadata["llama.attention.layer_norm_rms_epsilon"],
-        "rope_theta": metadata.get("llama.rope.freq_base", 10_000.0),
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": tied,
+        "num_key_value_heads": metadata.get(f"{name}.attention.head_count_kv", heads),
+        "head_dim": metadata.get(f"{name}.attention.key_length", hidden // heads),
+        "max_position_embeddings": metadata[f"{name}.context_length"],
+        "rms_norm_eps": metadata[f"{name}.attention.layer_norm_rms_epsilon"],
+        **_rope(metadata, name, file),
+        "sliding_window": metadata.get(f"{name}.attention.sliding_window"),
+        # Qwen 2 has three of the four, of itself.
+        "attention_bias": "blk.0.attn_output.bias" in file.entries,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.entries,
+        "tie_word_embeddings": "output.weight" not in file.entries,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
+
+
+def _rope(metadata: Metadata, name: str, file: GgufFile) -> dict[str, Any]:
+    if (scaling := metadata.get(f"{name}.rope.scaling.type", "none")) != "none":
+        raise ModelUnsupported(f"{metadata.path}: rope scaling {scaling!r} is not supported")
+    rope: dict[str, Any] = {"rope_theta": metadata.get(f"{name}.rope.freq_base", 10_000.0)}
+    if _DIVISORS in file.entries:
+        divisors = file.read(_DIVISORS).tolist()
+        rope["rope_scaling"] = {"rope_type": "divisors", "divisors": divisors}
+    return rope
 
 
 def _eos_token_ids(tokens: Sequence[str], named: int | None) -> frozenset[int]:
@@ -132,60 +132,25 @@ def _eos_token_ids(tokens: Sequence[str], named: int | None) -> frozenset[int]:
     return frozenset(ends if named is None else ends | {named})
 
 
-def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
-    """A byte-level BPE vocabulary as tokenizer.json."""
-    if (model := metadata["tokenizer.ggml.model"]) != "gpt2":
-        raise ModelUnsupported(
-            f"{metadata.path}: tokenizer {model!r}; only 'gpt2' (byte-level BPE) is read"
-        )
-    if (pre := metadata.get("tokenizer.ggml.pre", "gpt-2")) not in _PRE_TOKENIZERS:
-        known = ", ".join(_PRE_TOKENIZERS)
-        raise ModelUnsupported(f"{metadata.path}: pre-tokenizer {pre!r}; known are {known}")
-    tokens = metadata["tokenizer.ggml.tokens"]
-    kinds = metadata["tokenizer.ggml.token_type"]
-    return {
-        "version": "1.0",
-        "added_tokens": [
-            _added_token(token_id, tokens[token_id], special=kind == _CONTROL)
-            for token_id, kind in enumerate(kinds)
-            if kind in {_CONTROL, _USER_DEFINED}
-        ],
-        "normalizer": None,
-        "pre_tokenizer": _PRE_TOKENIZERS[pre],
-        "post_processor": None,
-        "decoder": {**_BYTE_LEVEL, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in metadata["tokenizer.ggml.merges"]],
-        },
-    }
-
-
-def _added_token(token_id: int, content: str, *, special: bool) -> dict[str, Any]:
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": content, "special": special, **plain}
-
-
-class _LlamaTensors:
+class _Tensors:
     """The file's tensors under Hugging Face's names and in its row order; a `TensorSource`."""
 
     def __init__(self, file: GgufFile, config: Mapping[str, Any]) -> None:
         self._file = file
-        self._stored = {
-            _hf_name(name): name for name in file.entries if not name.startswith("rope_freqs")
-        }
-        self._heads = {
-            "q_proj": config["num_attention_heads"],
-            "k_proj": config["num_key_value_heads"],
-        }
+        self._stored = {_hf_name(name): name for name in file.entries if name != _DIVISORS}
+        self._paired = {}  # heads of what rotates in pairs
+        if config["model_type"] == "llama":
+            self._paired = {
+                "q_proj": config["num_attention_heads"],
+                "k_proj": config["num_key_value_heads"],
+            }
 
     def shapes(self) -> Mapping[str, Sequence[int]]:
         return {name: self._file.entries[stored].shape for name, stored in self._stored.items()}
 
     def read(self, name: str) -> NDArray[np.float32]:
         tensor = self._file.read(self._stored[name])
-        heads = self._heads.get(name.split(".")[-2])
+        heads = self._paired.get(name.split(".")[-2])
         return tensor if heads is None else _halves_from_pairs(tensor, heads)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+_INDEX = "model.safetensors.index.json"
+
 _ALIGNMENT = 64  # of the data in files written here: a cache line, and what the widest loads want
 
 
@@ -69,10 +71,14 @@ class SafetensorsFile:
 
 
 class SafetensorsFolder:
-    """All `.safetensors` files of a directory, seen as one `TensorSource`."""
+    """The `.safetensors` files of a directory, seen as one `TensorSource`.
+
+    Those that its index names, if it has one: a directory may hold the same weights twice.
+    """
 
     def __init__(self, folder: Path) -> None:
-        paths = sorted(folder.glob("*.safetensors"))
+        index = folder / _INDEX
+        paths = _indexed(index) if index.exists() else sorted(folder.glob("*.safetensors"))
         if not paths:
             raise ModelUnsupported(f"{folder}: no *.safetensors file; other weights are not read")
         files = [SafetensorsFile(path) for path in paths]
@@ -85,6 +91,18 @@ class SafetensorsFolder:
     def read(self, name: str) -> NDArray[np.float32]:
         """One tensor as float32, from whichever file has it."""
         return self._owner[name].read(name)
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelUnsupported(f"{index}: not an index of safetensors files") from error
+    paths = sorted(index.parent / name for name in names)
+    for path in paths:
+        if not path.exists():
+            raise ModelUnsupported(f"{path} is missing, which {index.name} names; fetch it again")
+    return paths
 
 
 def write_safetensors(

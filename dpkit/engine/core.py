@@ -62,7 +62,8 @@ class EngineCore:
         self.model = model
         self.limits = limits
         eos = model.spec.eos_token_ids if eos_token_ids is None else eos_token_ids
-        self._eos_token_ids = frozenset(eos)
+        # Others cannot be sampled; a model that is told to ban them need not cope with them.
+        self._eos_token_ids = frozenset(i for i in eos if i < model.spec.vocab_size)
         self._scheduler = Scheduler(limits)
         self._refusals: dict[str, EngineOutput] = {}
         self._num_refused = 0

@@ -21,7 +21,7 @@ from dpkit.nursery.stream import OutputStream
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from dpkit.abc import EngineLink, Tokenizer
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
@@ -132,7 +132,7 @@ class Client:
     ) -> tuple[Completion, ...]:
         """Generate all `n` choices at once and return them; as `generate_many` otherwise.
 
-        If one fails, its error is raised and the others are aborted.
+        If one fails, its error is raised when its turn has come, and the others are aborted.
         """
         streams = self.generate_many(prompt, sampling, **options)
         try:
@@ -141,8 +141,7 @@ class Client:
             # One after the other is no slower: outputs gather while nobody reads.
             return tuple([await stream.read_all() for stream in streams])
         finally:
-            for stream in streams:
-                stream.close()
+            _close(streams)
 
     def statistics(self) -> ClientStatistics:
         """Counts of this client; never waits."""
@@ -248,6 +247,12 @@ class Client:
     def _release(self, placement: Placement) -> None:
         self._inflight.pop(placement.request.request_id, None)
         self._dispatch.release(placement)
+
+
+@trio.lowlevel.enable_ki_protection  # all of them or Ctrl-C, not some
+def _close(streams: Iterable[OutputStream]) -> None:
+    for stream in streams:
+        stream.close()
 
 
 def _closed(request_id: str) -> ClusterClosed:

@@ -11,6 +11,7 @@ Builds and wires; decides nothing. The tree::
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ from dpkit.nursery.inbox import Inbox
 from dpkit.nursery.services import open_services
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
     from dpkit.abc import Model, Tokenizer
@@ -250,4 +251,13 @@ async def _load_models(config: Config) -> dict[str, Model]:
             models[name] = load_model(name)
         else:
             models[name] = await trio.to_thread.run_sync(load_model, name)
+    _share_cores(config, models)
     return models
+
+
+def _share_cores(config: Config, models: Mapping[str, Model]) -> None:
+    """Let the engines that compute have the cores of this process, each as many."""
+    computing = [model for model in models.values() if not model.inline]
+    engines = sum(group.count for group in config.engines if models[group.model] in computing)
+    for model in computing:
+        model.threads_per_engine = max(1, len(os.sched_getaffinity(0)) // engines)

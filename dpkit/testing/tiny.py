@@ -1,4 +1,4 @@
-"""Tiny random Llama models, written in a moment: real files of both formats, no real weights.
+"""Tiny random models, written in a moment: real files of both formats, no real weights.
 
 For tests of whatever loads or serves a model. The same seed gives the same weights in both formats.
 Needs numpy, not torch.
@@ -15,7 +15,7 @@ import numpy as np
 from attrs import frozen
 
 from dpkit.checkpoint.checkpoint import Checkpoint
-from dpkit.checkpoint.gguf_hf import TENSOR_NAMES
+from dpkit.checkpoint.gguf_hf import ARCHITECTURES, TENSOR_NAMES
 from dpkit.checkpoint.hf import write_directory
 
 if TYPE_CHECKING:
@@ -43,14 +43,22 @@ def _byte_alphabet() -> Iterator[str]:
             spare += 1
 
 
+# What config.json's model_type and GGUF's general.architecture call the families.
+_MODEL_TYPES = {name: kind for kind, name in ARCHITECTURES.items()} | {
+    "MistralForCausalLM": "mistral"
+}
+_GGUF_ARCHITECTURES = _MODEL_TYPES | {"MistralForCausalLM": "llama"}
+
 _TOKENS = (*_SPECIAL, *_byte_alphabet(), *(merge.replace(" ", "") for merge in _MERGES))
 
 
 def tiny_checkpoint(*, seed: int = 0, **config: Any) -> Checkpoint:
-    """Make a random model in memory; `config` overrides entries of its config.json."""
+    """Make a random model in memory; `config` overrides entries of its config.json.
+
+    With `architectures` it is one of another family: Mistral, Qwen2, Qwen3.
+    """
     shape: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "dtype": "float32",
         "hidden_act": "silu",
         "vocab_size": len(_TOKENS),
@@ -65,10 +73,12 @@ def tiny_checkpoint(*, seed: int = 0, **config: Any) -> Checkpoint:
         "attention_bias": False,
         "mlp_bias": False,
         "rope_theta": 10_000.0,
+        "sliding_window": None,
         "tie_word_embeddings": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
     } | config
+    shape["model_type"] = _MODEL_TYPES[shape["architectures"][0]]
     return Checkpoint(
         path=Path("tiny"),
         config=shape,
@@ -89,15 +99,22 @@ def write_tiny_directory(folder: Path, *, seed: int = 0, **config: Any) -> Path:
 
 
 def write_tiny_gguf(path: Path, *, seed: int = 0, **config: Any) -> Path:
-    """Write the same random model as a GGUF file of F32 tensors; returns `path`."""
+    """Write the same random model as a GGUF file of F32 tensors; returns `path`.
+
+    Of rope scalings the format has only `{"rope_type": "divisors", "divisors": […]}`.
+    """
     checkpoint = tiny_checkpoint(seed=seed, **config)
     shape = checkpoint.config
-    heads = {"q_proj": shape["num_attention_heads"], "k_proj": shape["num_key_value_heads"]}
+    heads = {}
+    if _GGUF_ARCHITECTURES[shape["architectures"][0]] == "llama":
+        heads = {"q_proj": shape["num_attention_heads"], "k_proj": shape["num_key_value_heads"]}
     tensors = {}
+    if (rope := shape.get("rope_scaling")) is not None:
+        tensors["rope_freqs.weight"] = np.array(rope["divisors"], np.float32)
     for name in checkpoint.tensors.shapes():
         weights = checkpoint.tensors.read(name)
         if (count := heads.get(name.split(".")[-2])) is not None:
-            weights = weights.reshape(count, 2, -1, weights.shape[1]).swapaxes(1, 2)
+            weights = weights.reshape(count, 2, -1, *weights.shape[1:]).swapaxes(1, 2)
             weights = weights.reshape(checkpoint.tensors.shapes()[name])
         tensors[_gguf_name(name)] = weights
     write_gguf(path, _metadata(checkpoint), tensors)
@@ -134,7 +151,7 @@ class _RandomTensors:
     def read(self, name: str) -> NDArray[np.float32]:
         shape = self._shapes[name]
         random = np.random.default_rng([self._seed, *name.encode()])
-        if len(shape) == 1:  # a norm
+        if len(shape) == 1:  # a norm, or a bias
             return random.uniform(0.5, 1.5, shape).astype(np.float32)
         matrix = random.standard_normal(shape, np.float32)
         return matrix / np.float32(shape[1] ** 0.5)
@@ -144,17 +161,23 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
-    layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+    layer: dict[str, Sequence[int]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
     }
+    for part in _biased(config):
+        layer[f"{part}.bias"] = layer[f"{part}.weight"][:1]
+    if config["model_type"] == "qwen3":
+        layer |= dict.fromkeys(
+            ("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (config["head_dim"],)
+        )
     outside: dict[str, Sequence[int]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
@@ -162,10 +185,20 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     if not config["tie_word_embeddings"]:
         outside["lm_head.weight"] = (config["vocab_size"], hidden)
     return outside | {
-        f"model.layers.{index}.{name}.weight": shape
+        f"model.layers.{index}.{name}": shape
         for index in range(config["num_hidden_layers"])
         for name, shape in layer.items()
     }
+
+
+def _biased(config: Mapping[str, Any]) -> list[str]:
+    """Projections that have a bias."""
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    parts = attention if config["attention_bias"] else []
+    if config["model_type"] == "qwen2":
+        parts = attention[:3]
+    mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    return parts + (mlp if config["mlp_bias"] else [])
 
 
 def _tokenizer() -> dict[str, Any]:
@@ -191,27 +224,28 @@ _GGUF_NAMES = {hugging_face: gguf for gguf, hugging_face in TENSOR_NAMES.items()
 
 
 def _gguf_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
+    stem, _, kind = name.rpartition(".")
     if stem in _GGUF_NAMES:
-        return f"{_GGUF_NAMES[stem]}.weight"
+        return f"{_GGUF_NAMES[stem]}.{kind}"
     number, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{number}.{_GGUF_NAMES[part]}.weight"
+    return f"blk.{number}.{_GGUF_NAMES[part]}.{kind}"
 
 
 def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
     control, normal = 3, 1
+    name = _GGUF_ARCHITECTURES[config["architectures"][0]]
     return {
-        "general.architecture": "llama",
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.key_length": config["head_dim"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "llama.rope.freq_base": config["rope_theta"],
+        "general.architecture": name,
+        f"{name}.block_count": config["num_hidden_layers"],
+        f"{name}.context_length": config["max_position_embeddings"],
+        f"{name}.embedding_length": config["hidden_size"],
+        f"{name}.feed_forward_length": config["intermediate_size"],
+        f"{name}.attention.head_count": config["num_attention_heads"],
+        f"{name}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{name}.attention.key_length": config["head_dim"],
+        f"{name}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{name}.rope.freq_base": config["rope_theta"],
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": list(_TOKENS),

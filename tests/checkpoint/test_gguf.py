@@ -58,11 +58,15 @@ def test_an_untied_head_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"general.architecture": "falcon"}, "architecture 'falcon'; only 'llama' is read"),
+        (
+            {"general.architecture": "falcon"},
+            "architecture 'falcon'; read are 'llama'",
+        ),
         ({"general.architecture": None}, "metadata 'general.architecture' is missing"),
         ({"llama.block_count": None}, "metadata 'llama.block_count' is missing"),
         ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer 'llama'; only 'gpt2'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert'; read are 'gpt2'"),
+        ({"tokenizer.ggml.model": "llama"}, "metadata 'tokenizer.ggml.scores' is missing"),
         ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken'; known are smollm, gpt-2"),
     ],
 )

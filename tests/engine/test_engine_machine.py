@@ -59,6 +59,8 @@ class CheckingModel(EchoModel):
             cache[self.slot(row, position)] = self.text(row, position + 1)
 
     def read(self, row: BatchRow, cache: Cache) -> None:
+        computed = range(row.start, row.start + len(row.token_ids))
+        assert all(place - 1 in computed for place in row.scored)  # the scores are at hand
         for position in range(row.start + len(row.token_ids)):
             assert cache[self.slot(row, position)] == self.text(row, position + 1)
 
@@ -66,19 +68,25 @@ class CheckingModel(EchoModel):
 def expected(request: GenerateRequest) -> tuple[list[int], FinishReason]:
     """What a request must get, whatever happens to the others."""
     prompt, sampling = request.prompt_token_ids, request.sampling
-    for index in range(sampling.max_tokens):
-        if index == len(prompt) and not sampling.ignore_eos:
-            return [*prompt, EOS_TOKEN_ID], FinishReason.STOP
-        if prompt[index % len(prompt)] in sampling.stop_token_ids:
-            return [prompt[i % len(prompt)] for i in range(index + 1)], FinishReason.STOP
-    return [prompt[i % len(prompt)] for i in range(sampling.max_tokens)], FinishReason.LENGTH
+    said = [prompt[i % len(prompt)] for i in range(sampling.max_tokens)]
+    for index in range(sampling.min_tokens, sampling.max_tokens):
+        if index >= len(prompt) and not sampling.ignore_eos:
+            return [*said[:index], EOS_TOKEN_ID], FinishReason.STOP
+        if said[index] in sampling.stop_token_ids:
+            return said[: index + 1], FinishReason.STOP
+    return said, FinishReason.LENGTH
 
 
-SAMPLING = st.builds(
-    SamplingParams,
-    max_tokens=st.integers(1, 12),
-    ignore_eos=st.booleans(),
-    stop_token_ids=st.sampled_from([(), (), (), (2,)]),
+SAMPLING = st.integers(1, 12).flatmap(
+    lambda max_tokens: st.builds(
+        SamplingParams,
+        max_tokens=st.just(max_tokens),
+        min_tokens=st.one_of(st.just(0), st.integers(0, max_tokens)),
+        ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from([(), (), (), (2,)]),
+        logprobs=st.sampled_from([None, 0]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+    )
 )
 PROMPTS = st.lists(st.sampled_from([0, 0, 0, 1, 1, 2]), max_size=12).map(tuple)
 
@@ -165,10 +173,19 @@ class EngineMachine(RuleBasedStateMachine):
 
     def deliver(self, output: EngineOutput) -> None:
         request = self.alive[output.request_id]  # nobody who left gets anything
+        self.check_logprobs(request, output)
         self.got[output.request_id] += output.token_ids
         if output.finish_reason is not None:
             assert (self.got[output.request_id], output.finish_reason) == expected(request)
             del self.alive[output.request_id]
+
+    def check_logprobs(self, request: GenerateRequest, output: EngineOutput) -> None:
+        told = tuple(each.token_id for each in output.logprobs)
+        assert told == (output.token_ids if request.sampling.logprobs is not None else ())
+        is_first = not self.got[output.request_id]
+        asks = request.sampling.prompt_logprobs is not None
+        of_prompt = tuple(each.token_id for each in output.prompt_logprobs)
+        assert of_prompt == (request.prompt_token_ids[1:] if asks and is_first else ())
 
     @invariant()
     def queues_and_blocks_agree(self) -> None:

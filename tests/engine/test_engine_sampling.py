@@ -253,3 +253,12 @@ def test_a_model_that_forgets_logprobs_is_named(
     with pytest.raises(InternalError, match=r"echo\.EchoModel\.execute\(\) " + message):
         core.apply(batch, evolve(result, **changes))
     core.apply(batch, result)
+
+
+def test_an_end_token_outside_the_vocabulary_is_nothing_to_ban(ask: Ask) -> None:
+    limits = EngineLimits(max_num_seqs=4, max_num_batched_tokens=64, block_size=4, num_blocks=64)
+    core = EngineCore(EchoModel(), limits=limits, eos_token_ids={EOS_TOKEN_ID, 999})
+    core.add(ask("r", 1, ignore_eos=False, min_tokens=2, max_tokens=4))
+    batch = core.schedule()
+    assert batch is not None
+    assert set(batch.rows[0].banned_token_ids) == {EOS_TOKEN_ID}

@@ -29,8 +29,9 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _load(path: Path | str) -> TorchModel:
-    model = load_torch_model(str(path))
+def _load(path: Path | str, **options: Any) -> TorchModel:
+    """In float32 unless told otherwise: exact text is compared in it only."""
+    model = load_torch_model(str(path), **({"dtype": "float32"} | options))
     model.threads_per_engine = 1
     return model
 
@@ -43,7 +44,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TorchModel:
 
 
 @pytest.fixture(scope="session")
-def load() -> Callable[[Path | str], TorchModel]:
+def load() -> Callable[..., TorchModel]:
     return _load
 
 

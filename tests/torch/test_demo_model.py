@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dpkit.engine.models.torch.attention.base import CacheKind
 from dpkit.engine.models.torch.batch import build_tensors
 from dpkit.messages import Batch, BatchRow, SamplingParams
 
@@ -53,7 +54,9 @@ def scores(model: TorchModel, ids: list[int]) -> torch.Tensor:
         block_ids=range(8, 0, -1),
         output_index=0,
     )
-    step = attrs.evolve(build_tensors(Batch(rows=(row,)), 16), sampled=torch.arange(len(ids)))
+    step = attrs.evolve(
+        build_tensors(Batch(rows=(row,)), CacheKind(block_size=16)), sampled=torch.arange(len(ids))
+    )
     with torch.inference_mode():
         return model._transformer(step, model.allocate(num_blocks=9, block_size=16))
 

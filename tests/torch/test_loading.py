@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from dpkit.checkpoint import read_checkpoint
 from dpkit.checkpoint.safetensors import SafetensorsFile, write_safetensors
 from dpkit.engine.models import load_model
 from dpkit.engine.models.torch import load_torch_model
+from dpkit.engine.models.torch.architecture import read_architecture
 from dpkit.errors import ModelNotFound, ModelUnsupported
+from dpkit.names import Dtype
 from dpkit.testing.tiny import write_tiny_directory, write_tiny_gguf
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ def change_config(folder: Path, **change: Any) -> None:
 
 def test_the_spec_says_what_the_files_say(tiny: Path, tmp_path: Path) -> None:
     for path in (tiny, write_tiny_gguf(tmp_path / "tiny.gguf")):
-        spec = load_model(str(path)).spec
+        spec = load_model(str(path), dtype=Dtype.FLOAT32).spec
         assert spec.max_model_len == 512
         assert spec.eos_token_ids == {0, 2}
         assert spec.vocab_size == 263
@@ -69,12 +72,13 @@ def test_a_missing_model_is_said_without_importing_torch(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "architecture Qwen2ForCausalLM is not supported"),
-        ({"architectures": None}, "architecture none named is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"attention_bias": True}, r"tensor 'model.layers.0.self_attn.q_proj.bias' is missing"),
+        ({"head_dim": 8}, r"tensor .*q_proj.weight' is \(64, 64\), but .* means \(32, 64\)"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "tensor .*0.self_attn.q_norm.weight' is missing"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope scaling 'llama3' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "its config has no 'factor'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not"),
         ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling 'yarn' is not supported"),
     ],
@@ -95,8 +99,8 @@ def test_the_newer_way_to_write_rope_is_read(tiny: Path) -> None:
     change_config(
         tiny, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 7.0}
     )
-    model = load_torch_model(str(tiny))
-    assert model._transformer.architecture.rope_theta == 7.0
+    checkpoint = read_checkpoint(tiny)
+    assert read_architecture(tiny, checkpoint.config).rope_theta == 7.0
 
 
 def test_a_missing_tensor_is_named(tiny: Path) -> None:
@@ -112,6 +116,28 @@ def test_a_head_that_the_config_promises_must_be_there(tiny: Path) -> None:
     change_config(tiny, tie_word_embeddings=False)
     with pytest.raises(ModelUnsupported, match=r"'lm_head.weight' is missing"):
         load_model(str(tiny))
+
+
+def test_a_bias_that_the_config_does_not_name_is_named(tmp_path: Path) -> None:
+    folder = write_tiny_directory(tmp_path / "tiny", mlp_bias=True)
+    change_config(folder, mlp_bias=False)
+    with pytest.raises(ModelUnsupported, match=r"a tensor 'model.layers.0.mlp.down_proj.bias', wh"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"sliding_window": 100}, 100),
+        ({"sliding_window": 4096}, 512),
+        ({"sliding_window": 100, "use_sliding_window": False}, 512),
+        ({"sliding_window": 100, "use_sliding_window": True}, 100),
+    ],
+    ids=str,
+)
+def test_a_text_is_no_longer_than_the_window(tiny: Path, config: Any, longest: int) -> None:
+    change_config(tiny, **config)
+    assert load_model(str(tiny)).spec.max_model_len == longest
 
 
 def test_a_python_without_torch_says_what_to_install(tiny: Path, monkeypatch) -> None:

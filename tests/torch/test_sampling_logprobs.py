@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from dpkit.engine.models.torch.attention.base import CacheKind
 from dpkit.engine.models.torch.batch import build_tensors
 from dpkit.messages import Batch, BatchRow, EngineOutput, GenerateRequest, TokenLogprob
 from dpkit.sampling import SamplingParams
@@ -38,7 +39,9 @@ def own_logprobs(model: TorchModel, ids: list[int]) -> torch.Tensor:
     )
     with torch.inference_mode():
         cache = model.allocate(num_blocks=9, block_size=16)
-        return model._transformer(build_tensors(Batch(rows=(row,)), 16), cache).log_softmax(-1)
+        return model._transformer(
+            build_tensors(Batch(rows=(row,)), CacheKind(block_size=16)), cache
+        ).log_softmax(-1)
 
 
 def run(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[EngineOutput]:

@@ -8,16 +8,19 @@ import sys
 
 from dpkit.abc import Model
 from dpkit.errors import ModelNotFound, ModelUnsupported
+from dpkit.names import Dtype, Quant
 
 _CLASS_PATH = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
 
-def load_model(name: str) -> Model:
+def load_model(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NONE) -> Model:
     """Load the model that a config names.
 
     Args:
         name: `echo`, `cost:PRESET`, `pkg.mod:Class`, a fetched model's name, a directory in Hugging
             Face layout, or a `.gguf` file.
+        dtype: what a model of real weights computes in; nothing to the others.
+        quant: how its weights are kept; likewise.
 
     Raises:
         ModelNotFound: there is no such model; the message says what there is or how to get it.
@@ -39,7 +42,7 @@ def load_model(name: str) -> Model:
         raise ModelUnsupported(
             f"loading model {name!r}: {error.name} is missing; try: pip install 'dpkit[torch]'"
         ) from error
-    return load_torch_model(name)
+    return load_torch_model(name, dtype=dtype, quant=quant)
 
 
 def loads_at_once(name: str) -> bool:

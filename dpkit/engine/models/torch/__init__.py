@@ -7,13 +7,26 @@ from typing import TYPE_CHECKING
 
 from dpkit.checkpoint import locate, read_checkpoint
 from dpkit.errors import ModelUnsupported
+from dpkit.names import Dtype, Quant
 
 if TYPE_CHECKING:
     from dpkit.engine.models.torch.model import TorchModel
 
 
-def load_torch_model(name: str) -> TorchModel:
-    """Load a directory, a `.gguf` file or a fetched model; the weights are mapped, not copied.
+def load_torch_model(
+    name: str,
+    *,
+    dtype: Dtype | str = Dtype.AUTO,
+    quant: Quant | str = Quant.NONE,
+    device: str = "cpu",
+) -> TorchModel:
+    """Load a directory, a `.gguf` file or a fetched model.
+
+    Args:
+        name: which.
+        dtype: what it computes in, KV cache included; float32 weights are mapped, not copied.
+        quant: how its weights are kept.
+        device: as torch calls it. Other than "cpu" is untried: see docs/models.md.
 
     Raises:
         ModelNotFound: nothing is there; the message says what to type.
@@ -29,4 +42,4 @@ def load_torch_model(name: str) -> TorchModel:
         raise ModelUnsupported(
             f"model {name!r} needs {error.name}; `pip install 'dpkit[torch]'` brings it"
         ) from error
-    return TorchModel(read_checkpoint(path))
+    return TorchModel(read_checkpoint(path), dtype=Dtype(dtype), quant=Quant(quant), device=device)

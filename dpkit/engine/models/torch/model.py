@@ -7,22 +7,31 @@ engine is the KV cache that `allocate` returns.
 
 from __future__ import annotations
 
-import os
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from dpkit.abc import Model
-from dpkit.engine.models.torch.architecture import read_architecture
+from dpkit.engine.models.torch.architecture import (
+    is_ours,
+    named_architecture,
+    read_architecture,
+)
+from dpkit.engine.models.torch.attention.base import CacheKind
 from dpkit.engine.models.torch.batch import build_tensors
+from dpkit.engine.models.torch.hf import HfTransformer
+from dpkit.engine.models.torch.precision import resolve_dtype
 from dpkit.engine.models.torch.result import make_result
 from dpkit.engine.models.torch.spec import model_spec
 from dpkit.engine.models.torch.transformer import Transformer
+from dpkit.engine.models.torch.weights import Weights
 from dpkit.errors import ModelUnsupported
+from dpkit.names import Dtype, Quant
 from dpkit.text.hf import HfTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
     from typing import Any
 
     from torch import Tensor
@@ -31,21 +40,33 @@ if TYPE_CHECKING:
     from dpkit.messages import Batch, StepResult
 
 
-class TorchModel(Model):
-    """A Llama-family model in float32 on the CPU."""
+_TORCH_DTYPES: Mapping[Dtype, torch.dtype] = MappingProxyType(
+    {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+)
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Read the weights; the file stays mapped.
+
+class TorchModel(Model):
+    """A model of real weights, one engine after the other asking the same object."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: Dtype = Dtype.AUTO,
+        quant: Quant = Quant.NONE,
+        device: str = "cpu",
+    ) -> None:
+        """Read the weights; what is float32 and stays so is mapped, not copied.
 
         Raises:
             ModelUnsupported: an architecture, an option of it or a tensor type that isn't built.
         """
-        architecture = read_architecture(checkpoint.path, checkpoint.config)
-        # Half of the cores that this process may use: two engines is the usual least.
-        self.threads_per_engine = max(1, len(os.sched_getaffinity(0)) // 2)
-        self.spec = model_spec(architecture, eos_token_ids=checkpoint.eos_token_ids)
+        dtype = resolve_dtype(dtype, quant)
         self._checkpoint = checkpoint
-        self._transformer = Transformer(architecture, _reader(checkpoint))
+        self._transformer = _load(checkpoint, dtype, quant, torch.device(device))
+        self.spec = model_spec(
+            self._transformer.architecture, eos_token_ids=checkpoint.eos_token_ids, dtype=dtype
+        )
 
     def __repr__(self) -> str:
         return f"<TorchModel {self._checkpoint.path}>"
@@ -64,23 +85,35 @@ class TorchModel(Model):
         Zeros, because attention multiplies what it masks out by nothing, and garbage may be NaN.
         """
         torch.set_num_threads(self.threads_per_engine)  # of the calling thread, hence here
-        of = self._transformer.architecture
-        return torch.zeros(of.num_layers, 2, num_blocks, block_size, of.num_kv_heads, of.head_dim)
+        model, of = self._transformer, self._transformer.architecture
+        return torch.zeros(
+            (of.num_layers, 2, num_blocks, block_size, of.num_kv_heads, of.head_dim),
+            dtype=model.dtype,
+            device=model.device,
+        )
 
     @torch.inference_mode()
     def execute(self, batch: Batch, cache: Any) -> StepResult:
-        """Compute one step and sample from it."""
+        """Compute one step and sample from it: scores come to the host in float32."""
         kv = cast("Tensor", cache)
-        return make_result(batch, self._transformer(build_tensors(batch, kv.shape[3]), kv))
+        scores = self._transformer(build_tensors(batch, CacheKind.of(kv)), kv)
+        return make_result(batch, scores.to("cpu", torch.float32))
 
 
-def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
-    """Read tensors by name; one that is not there is refused by its name."""
-    shapes = checkpoint.tensors.shapes()
-
-    def read(name: str) -> Tensor:
-        if name not in shapes:
-            raise ModelUnsupported(f"{checkpoint.path}: tensor {name!r} is missing")
-        return torch.from_numpy(checkpoint.tensors.read(name))
-
-    return read
+def _load(
+    checkpoint: Checkpoint, dtype: Dtype, quant: Quant, device: torch.device
+) -> Transformer | HfTransformer:
+    """Our own transformer, or for an architecture that it does not know, another's."""
+    torch_dtype = _TORCH_DTYPES[dtype]
+    if is_ours(checkpoint.config):
+        weights = Weights(checkpoint, dtype=torch_dtype, device=device)
+        architecture = read_architecture(checkpoint.path, checkpoint.config)
+        transformer = Transformer(architecture, weights, quant)
+        weights.finish()
+        return transformer
+    if quant is not Quant.NONE:
+        raise ModelUnsupported(
+            f"{checkpoint.path}: quant = {quant.value!r} is for dpkit's own architectures, not for "
+            f"{named_architecture(checkpoint.config)}"
+        )
+    return HfTransformer(checkpoint, torch_dtype, device)

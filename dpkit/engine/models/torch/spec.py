@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dpkit.engine.models.torch.precision import ITEM_BYTES
 from dpkit.messages import ModelSpec
+from dpkit.names import Dtype
 
 if TYPE_CHECKING:
-    from dpkit.engine.models.torch.architecture import Architecture
+    from dpkit.engine.models.torch.architecture import Shape
 
 # A CPU's tokens per second stop rising at about this many sequences: from there on attention,
 # which no batch shares, costs more than the weights.
@@ -23,23 +25,21 @@ _MAX_NUM_BATCHED_TOKENS = 256
 # the kernel hands out as they are first written to.
 _KV_TOKENS = 8192
 
-_FLOAT32_BYTES = 4
-
 
 def model_spec(
-    architecture: Architecture,
+    shape: Shape,
     *,
     eos_token_ids: frozenset[int] = frozenset(),
-    kv_item_bytes: int = _FLOAT32_BYTES,
+    dtype: Dtype = Dtype.FLOAT32,
 ) -> ModelSpec:
-    """The spec of a model of this shape, whose KV cache has items of this many bytes."""
-    per_layer = 2 * architecture.num_kv_heads * architecture.head_dim
+    """The spec of a model of this shape that computes, and keeps its KV cache, in `dtype`."""
+    per_layer = 2 * shape.num_kv_heads * shape.head_dim
     return ModelSpec(
-        max_model_len=architecture.max_positions,
+        max_model_len=shape.max_positions,
         eos_token_ids=eos_token_ids,
-        vocab_size=architecture.vocab_size,
+        vocab_size=shape.vocab_size,
         tells_logprobs=True,
-        kv_bytes_per_token=architecture.num_layers * per_layer * kv_item_bytes,
+        kv_bytes_per_token=shape.num_layers * per_layer * ITEM_BYTES[dtype],
         max_num_seqs=_MAX_NUM_SEQS,
         max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
         kv_tokens=_KV_TOKENS,

@@ -1,8 +1,7 @@
 """A Llama-family transformer over a flat batch of tokens and a paged KV cache.
 
-Weights under Hugging Face's names, float32, used where they lie: views of the mapped file, which
-all engines and all processes share. Stateless, so several threads may run it at once. Knows
-nothing of requests, sampling or files.
+Weights under Hugging Face's names. Stateless, so several threads may run it at once. Knows nothing
+of requests, sampling or files.
 """
 
 from __future__ import annotations
@@ -14,27 +13,18 @@ from attrs import frozen
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from dpkit.engine.models.torch.attention import attend
+from dpkit.engine.models.torch.linear import Linear, linear_kind
+from dpkit.names import Quant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from dpkit.engine.models.torch.architecture import Architecture
     from dpkit.engine.models.torch.batch import TensorBatch
-
-    Read = Callable[[str], Tensor]
-
-
-class Linear:
-    """The one place where activations meet a weight matrix."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight  # [outputs, inputs]
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Multiply [tokens, inputs] to [tokens, outputs]."""
-        return F.linear(inputs, self._weight)
+    from dpkit.engine.models.torch.linear import LinearKind
+    from dpkit.engine.models.torch.weights import Weights
 
 
 @frozen(kw_only=True)
@@ -42,32 +32,49 @@ class Layer:
     """One layer's weights."""
 
     attention_norm: Tensor
-    query: Linear
-    key: Linear
-    value: Linear
+    query_key_value: Linear
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and keys
     output: Linear
     mlp_norm: Tensor
-    gate: Linear
-    up: Linear
+    gate_up: Linear
     down: Linear
 
 
 class Transformer:
     """Tokens in, scores of the next token out."""
 
-    def __init__(self, architecture: Architecture, read: Read) -> None:
-        self.architecture = architecture
-        self._embedding = read("model.embed_tokens.weight")
-        self._layers = [_read_layer(read, index) for index in range(architecture.num_layers)]
-        self._norm = read("model.norm.weight")
-        self._head = Linear(self._embedding if architecture.tied else read("lm_head.weight"))
-        self._inverse_wavelengths = _inverse_wavelengths(architecture)
+    def __init__(
+        self, architecture: Architecture, weights: Weights, quant: Quant = Quant.NONE
+    ) -> None:
+        of = architecture
+        self.architecture = of
+        self._embedding = weights.read("model.embed_tokens.weight", of.vocab_size, of.hidden_size)
+        dtype, device = self._embedding.dtype, self._embedding.device
+        kind = linear_kind(dtype, quant, device)
+        self._layers = [_LayerReader(of, weights, kind, i).layer() for i in range(of.num_layers)]
+        self._norm = weights.read("model.norm.weight", of.hidden_size)
+        head = self._embedding
+        if not of.tied:
+            head = weights.read("lm_head.weight", of.vocab_size, of.hidden_size)
+        # Never int4: all that the layers made is decided here.
+        self._head = linear_kind(dtype, Quant.NONE, device)([head], [None])
+        self._inverse_wavelengths = _inverse_wavelengths(of).to(device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._embedding.device
 
     def __call__(self, step: TensorBatch, cache: Tensor) -> Tensor:
         """Compute one step, storing its keys and values in `cache`.
 
         Returns:
-            Scores [rows that sample, vocabulary] of what follows each of `step.sampled`.
+            Scores [len(step.sampled), vocabulary] of what follows each of `step.sampled`.
         """
         rotation = self._rotation(step.positions)
         hidden = F.embedding(step.token_ids, self._embedding)
@@ -75,8 +82,9 @@ class Transformer:
             normed = self._normalise(hidden, layer.attention_norm)
             hidden = hidden + self._attention(layer, normed, rotation, layer_cache, step)
             normed = self._normalise(hidden, layer.mlp_norm)
-            hidden = hidden + layer.down(F.silu(layer.gate(normed)) * layer.up(normed))
-        return self._head(self._normalise(hidden[step.sampled], self._norm))
+            gate, up = layer.gate_up(normed)
+            hidden = hidden + layer.down(F.silu(gate) * up)[0]
+        return self._head(self._normalise(hidden[step.sampled], self._norm))[0]
 
     def _attention(
         self,
@@ -86,11 +94,16 @@ class Transformer:
         cache: Tensor,
         step: TensorBatch,
     ) -> Tensor:
-        heads = (len(hidden), -1, self.architecture.head_dim)
-        queries = _rotate(layer.query(hidden).view(heads), *rotation)
-        keys = _rotate(layer.key(hidden).view(heads), *rotation)
-        values = layer.value(hidden).view(heads)
-        return layer.output(attend(queries, keys, values, cache, step).flatten(1))
+        size = self.architecture.head_dim
+        queries, keys, values = (
+            part.view(len(hidden), -1, size) for part in layer.query_key_value(hidden)
+        )
+        if layer.head_norms is not None:
+            query_norm, key_norm = layer.head_norms
+            queries = self._normalise(queries, query_norm)
+            keys = self._normalise(keys, key_norm)
+        queries, keys = _rotate(queries, *rotation), _rotate(keys, *rotation)
+        return layer.output(attend(queries, keys, values, cache, step).flatten(1))[0]
 
     def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.architecture.norm_epsilon)
@@ -99,29 +112,63 @@ class Transformer:
         """Cosine and sine of every token's angles, [tokens, 1, head_dim]."""
         angles = positions[:, None].to(torch.float32) * self._inverse_wavelengths
         both_halves = torch.cat([angles, angles], dim=-1)[:, None]
-        return both_halves.cos(), both_halves.sin()
+        return both_halves.cos().to(self.dtype), both_halves.sin().to(self.dtype)
 
 
-def _read_layer(read: Read, index: int) -> Layer:
-    def weight(name: str) -> Tensor:
-        return read(f"model.layers.{index}.{name}.weight")
+@frozen
+class _LayerReader:
+    """Reads one layer."""
 
-    return Layer(
-        attention_norm=weight("input_layernorm"),
-        query=Linear(weight("self_attn.q_proj")),
-        key=Linear(weight("self_attn.k_proj")),
-        value=Linear(weight("self_attn.v_proj")),
-        output=Linear(weight("self_attn.o_proj")),
-        mlp_norm=weight("post_attention_layernorm"),
-        gate=Linear(weight("mlp.gate_proj")),
-        up=Linear(weight("mlp.up_proj")),
-        down=Linear(weight("mlp.down_proj")),
-    )
+    of: Architecture
+    weights: Weights
+    kind: LinearKind
+    index: int
+
+    def layer(self) -> Layer:
+        of = self.of
+        queries, keys = of.num_heads * of.head_dim, of.num_kv_heads * of.head_dim
+        return Layer(
+            attention_norm=self._norm("input_layernorm", of.hidden_size),
+            query_key_value=self._linear(
+                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                (queries, keys, keys),
+                of.hidden_size,
+            ),
+            head_norms=self._head_norms() if of.head_norms else None,
+            output=self._linear(("self_attn.o_proj",), (of.hidden_size,), queries),
+            mlp_norm=self._norm("post_attention_layernorm", of.hidden_size),
+            gate_up=self._linear(
+                ("mlp.gate_proj", "mlp.up_proj"), (of.intermediate_size,) * 2, of.hidden_size
+            ),
+            down=self._linear(("mlp.down_proj",), (of.hidden_size,), of.intermediate_size),
+        )
+
+    def _linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int) -> Linear:
+        parts = list(zip(names, outputs, strict=True))
+        return self.kind(
+            [self._read(f"{name}.weight", size, inputs) for name, size in parts],
+            [
+                self._read(f"{name}.bias", size) if name.split(".")[1] in self.of.biases else None
+                for name, size in parts
+            ],
+        )
+
+    def _head_norms(self) -> tuple[Tensor, Tensor]:
+        size = self.of.head_dim
+        return self._norm("self_attn.q_norm", size), self._norm("self_attn.k_norm", size)
+
+    def _norm(self, name: str, size: int) -> Tensor:
+        return self._read(f"{name}.weight", size)
+
+    def _read(self, name: str, *shape: int) -> Tensor:
+        return self.weights.read(f"model.layers.{self.index}.{name}", *shape)
 
 
 def _inverse_wavelengths(architecture: Architecture) -> Tensor:
     exponents = torch.arange(0, architecture.head_dim, 2).to(torch.float32) / architecture.head_dim
     inverse: Tensor = 1.0 / architecture.rope_theta**exponents
+    if architecture.rope_divisors:
+        inverse = inverse / torch.tensor(architecture.rope_divisors)
     return inverse
 
 
