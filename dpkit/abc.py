@@ -105,14 +105,17 @@ class EngineLoad(Protocol):
 
 
 class LoadView(Protocol):
-    """What a policy may look at: engines by index, and what this client knows of each."""
+    """What a policy may look at: engines by index, and what this client knows of each.
+
+    Only engines that may be picked are in it; when one comes or goes, indices move.
+    """
 
     client_index: int
     client_count: int
 
     changes: set[int]
     """Engines whose load has changed. For a policy that keeps what it made of the loads: it takes
-    the indices and clears the set. At first all engines are in it."""
+    the indices and clears the set. At first, and when an engine came or went, all are in it."""
 
     @property
     def engines(self) -> Sequence[EngineId]:
@@ -149,6 +152,7 @@ class Policy(abc.ABC):
     """Chooses an engine. Synchronous, no I/O, no clock; owned by one client's dispatch.
 
     `pick` is followed at once by `on_charge` with the same index: no other call comes between.
+    It is asked only when there is an engine to pick.
     """
 
     @abc.abstractmethod
@@ -163,10 +167,13 @@ class Policy(abc.ABC):
         """A request was charged to engine `index`; a pinned one too: `request.engine` is set."""
 
     def on_release(self, request: GenerateRequest, index: int, view: LoadView) -> None:  # noqa: B027 - a hook
-        """A charged request ended, whichever way.
+        """A charged request ended, whichever way; `index` is where its engine is now.
 
-        Not called for an engine that was replaced meanwhile: `index` now means its new life.
+        Not called for an engine that left the view meanwhile: what it held is no longer counted.
         """
+
+    def on_engines(self, view: LoadView) -> None:  # noqa: B027 - a hook
+        """An engine came or went: indices have moved, and there may be no engine at all."""
 
     def on_snapshot(self, view: LoadView) -> None:  # noqa: B027 - a hook
         """A new snapshot replaced the old one."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from attrs import define
 
 from dpkit.balancer.policies import policy_name
-from dpkit.errors import DpkitError, RequestRejected
+from dpkit.errors import DpkitError, NoEngineReady, RequestRejected
 
 if TYPE_CHECKING:
     from dpkit.abc import EngineLoad, Policy
@@ -31,9 +31,11 @@ HELD = "held"
 def expected_tokens(request: GenerateRequest) -> int:
     """Tokens that a request holds over its life, on average: its prompt and half of `max_tokens`.
 
-    It may end anywhere before `max_tokens`, and what it has written grows from nothing.
+    It may end anywhere before `max_tokens`, and what it has written grows from nothing, or from the
+    output of an earlier life.
     """
-    return len(request.prompt_token_ids) + request.sampling.max_tokens // 2
+    said = len(request.output_token_ids)
+    return len(request.prompt_token_ids) + said + (request.sampling.max_tokens - said) // 2
 
 
 class Reason(NamedTuple):
@@ -67,7 +69,7 @@ class Placement:
     """A request with its engine, charged; give it back with `EarlyDispatch.release`."""
 
     request: GenerateRequest
-    index: int
+    index: int  # where the engine was in the view; it may have moved since
     engine: EngineId
     charge: Charge
     _known: Known
@@ -90,6 +92,15 @@ class EarlyDispatch:
     def __repr__(self) -> str:
         return f"<EarlyDispatch by {self._rule}: {self._ledger!r}>"
 
+    def has_room(self, engine: str | None = None) -> bool:
+        """Whether a request can be placed now: on any engine, or on the one that it is pinned to.
+
+        True also for a pin to an engine that does not exist, which `place` refuses.
+        """
+        if engine is None:
+            return bool(self._view.engines)
+        return self._view.index_of(engine) is not None or engine not in self._view.names
+
     def place(self, request: GenerateRequest) -> Placement:
         """Choose an engine for a request and charge it there.
 
@@ -100,8 +111,9 @@ class EarlyDispatch:
             The caller owns the placement and must `release` it, however the request ends.
 
         Error handling:
+            NoEngineReady: no engine may be picked now, or not the one that the request names.
             RequestRejected: the request names an engine that does not exist, or its id is still
-            in flight on an earlier life of an engine. DpkitError: the policy returned no valid
+            in flight on a life that has left the view. DpkitError: the policy returned no valid
             index. Whatever the policy raises passes through. In each case nothing is charged.
         """
         if (held := self._ledger.find(request.request_id)) is not None:
@@ -109,6 +121,8 @@ class EarlyDispatch:
         policy, view = self._policy, self._view
         loads = view.loads
         if request.engine is None:
+            if not loads:
+                raise _nobody(request, "no engine")
             index = policy.pick(request, view)
             if not 0 <= index < len(loads):  # -1 would quietly mean the last engine
                 raise self._nowhere(request, index)
@@ -131,10 +145,23 @@ class EarlyDispatch:
         """Stop counting a placed request. Idempotent: True the first time, False ever after."""
         if not placement.charge.release():
             return False
-        # A late release of an earlier life must not reach what the policy counts for the new one.
-        if self._view.load(placement.index) is placement.charge.account:
-            self._policy.on_release(placement.request, placement.index, self._view)
+        # A release after its engine left must not reach what the policy counts for others.
+        index = self._view.index_of(placement.engine.name)
+        if index is not None and self._view.load(index) is placement.charge.account:
+            self._policy.on_release(placement.request, index, self._view)
         return True
+
+    def add(self, engine: EngineId, rank: int) -> None:
+        """Let a life of an engine be picked; see `LoadView.add`."""
+        self._view.add(engine, rank)
+        self._policy.on_engines(self._view)
+
+    def remove(self, engine: EngineId) -> bool:
+        """Let a life be picked no more, whatever it still holds; False: it was not to be picked."""
+        removed = self._view.remove(engine)
+        if removed:
+            self._policy.on_engines(self._view)
+        return removed
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Take the coordinator's newest word."""
@@ -150,27 +177,37 @@ class EarlyDispatch:
         )
 
     def _pinned(self, request: GenerateRequest) -> int:
-        index = self._view.index_of(str(request.engine))
-        if index is None:
-            names = ", ".join(engine.name for engine in self._view.engines)
-            raise RequestRejected(
-                f"cannot place request {request.request_id}: it is pinned to engine "
-                f"{request.engine!r}, which does not exist; the engines are {names}",
-                request_id=request.request_id,
-            )
-        return index
+        name = str(request.engine)
+        if (index := self._view.index_of(name)) is not None:
+            return index
+        if name in self._view.names:
+            raise _nobody(request, f"no life of engine {name}")
+        names = ", ".join(self._view.names) or "none yet"
+        raise RequestRejected(
+            f"cannot place request {request.request_id}: it is pinned to engine "
+            f"{request.engine!r}, which does not exist; the engines are {names}",
+            request_id=request.request_id,
+        )
 
     def _join(self, request: GenerateRequest, held: Charge) -> Placement:
         index = self._view.index_of(held.engine.name)
         if index is None or self._view.engines[index] != held.engine:
             raise RequestRejected(
                 f"cannot place request {request.request_id}: it is in flight on engine "
-                f"{held.engine}, which is gone; wait for it to end, or choose another request id",
+                f"{held.engine}, which takes no more; wait for it to end, or choose another "
+                "request id",
                 engine=held.engine,
                 request_id=request.request_id,
             )
         known = _known(HELD, None, self._view.load(index))
         return Placement(request, index, held.engine, held, known)
+
+
+def _nobody(request: GenerateRequest, who: str) -> NoEngineReady:
+    return NoEngineReady(
+        f"cannot place request {request.request_id} now: {who} is ready; ask `has_room` before",
+        request_id=request.request_id,
+    )
 
 
 def _known(rule: str, score: float | None, load: EngineLoad) -> Known:

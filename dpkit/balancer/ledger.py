@@ -135,6 +135,10 @@ class Ledger:
             self._drop_if_empty(account)
         return True
 
+    def account(self, engine: EngineId) -> Account | None:
+        """Where a life's counts are kept; None: it holds nothing, and nobody opened one for it."""
+        return self._accounts.get(engine)
+
     def open(self, account: Account) -> None:
         """Keep a life's counts in an account that the caller brings, perhaps with a follower.
 

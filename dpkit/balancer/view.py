@@ -3,11 +3,16 @@
 Knows nothing of how a snapshot was made or what a policy makes of it. The view owns its copy of the
 snapshot: a pick may bump it, and the next snapshot replaces it wholesale. The in-flight counts are
 the ledger's own: an engine's load is the account in which the ledger keeps them.
+
+An engine's *rank* is its place in the cluster, and its row in a snapshot; its *index* is its place
+in the view, which holds only those that may be picked now, in the order of their ranks.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from attrs import define
@@ -15,7 +20,7 @@ from attrs import define
 from dpkit.balancer.ledger import Account
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from dpkit.balancer.ledger import Ledger
     from dpkit.messages import EngineId, Snapshot
@@ -28,6 +33,7 @@ UNKNOWN = (0, 0, 0.0)
 class Load(Account):
     """All that is known of one life of an engine, as it changes."""
 
+    rank: int = 0
     waiting: int = 0
     running: int = 0
     kv_cache_usage: float = 0.0
@@ -42,38 +48,40 @@ class Load(Account):
 
 
 class LoadView:
-    """Engines by index, this client's exact counts, and its own copy of the newest snapshot.
+    """The engines that may be picked, this client's exact counts, and the newest snapshot.
 
-    Opens its engines' accounts in the ledger, so a ledger has one view.
+    Opens its engines' accounts in the ledger, so a ledger has one view. The first engines have the
+    ranks 0, 1, …; there may be none at all.
     """
 
     def __init__(
         self,
-        engines: Sequence[EngineId],
+        engines: Iterable[EngineId],
         ledger: Ledger,
         *,
         client_index: int = 0,
         client_count: int = 1,
     ) -> None:
-        if not engines:
-            raise ValueError("cannot balance over no engines: give at least one")
         if not 0 <= client_index < client_count:
             raise ValueError(f"client {client_index} of {client_count}: count clients from 0")
         self.client_index = client_index
         self.client_count = client_count
         self.changes: set[int] = set()
         self._ledger = ledger
-        self._engines = list(engines)
-        self._indices = {engine.name: index for index, engine in enumerate(engines)}
-        if len(self._indices) != len(self._engines):
-            raise ValueError(f"engine names must differ: {', '.join(map(str, engines))}")
-        self._loads = [self._open(index, engine) for index, engine in enumerate(engines)]
+        self._heard: Sequence[tuple[int, int, float]] = ()
+        first = list(engines)
+        # By name: the life that is in the view or was the last one there; None before the first.
+        self._lives: dict[str, EngineId | None] = {engine.name: engine for engine in first}
+        if len(self._lives) != len(first):
+            raise ValueError(f"engine names must differ: {', '.join(map(str, first))}")
+        self._loads = [self._open(engine, rank) for rank, engine in enumerate(first)]
+        self._renumber()
 
     def __repr__(self) -> str:
         loads = ", ".join(
             f"{load.engine} {load.inflight}+{load.waiting}w/{load.running}r" for load in self._loads
         )
-        return f"<LoadView of client {self.client_index}/{self.client_count}: {loads}>"
+        return f"<LoadView of client {self.client_index}/{self.client_count}: {loads or 'nobody'}>"
 
     @property
     def engines(self) -> Sequence[EngineId]:
@@ -110,8 +118,13 @@ class LoadView:
         return self._loads[index]
 
     def index_of(self, name: str) -> int | None:
-        """The index of the engine of this name; None: there is none."""
+        """The index of the engine of this name; None: it may not be picked now."""
         return self._indices.get(name)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The engines there are, in the view or away for a while."""
+        return self._lives.keys()
 
     def bump_waiting(self, index: int, requests: int) -> None:
         """Count `requests` more as waiting on an engine until the next snapshot says better."""
@@ -126,26 +139,69 @@ class LoadView:
         """
         if snapshot.loads is None:
             return False
-        heard = len(snapshot.loads)
-        for index, load in enumerate(self._loads):
-            load.hear(*(snapshot.loads[index] if index < heard else UNKNOWN))
+        self._heard = snapshot.loads
+        for load in self._loads:
+            load.hear(*self._row(load.rank))
         self.changes.update(range(len(self._loads)))
         return True
 
-    def replace(self, index: int, engine: EngineId) -> None:
-        """Put a new life at an index: nothing in flight there, and its load not known yet."""
-        if (taken := self._indices.get(engine.name, index)) != index:
-            raise ValueError(
-                f"cannot make engine {index} {engine}: {engine.name} is engine {taken} already"
-            )
-        del self._indices[self._engines[index].name]
-        self._indices[engine.name] = index
-        self._engines[index] = engine
-        self._ledger.close(self._loads[index])
-        self._loads[index] = self._open(index, engine)
+    def add(self, engine: EngineId, rank: int) -> None:
+        """Let a life of an engine be picked.
 
-    def _open(self, index: int, engine: EngineId) -> Load:
-        load = Load(engine, follower=partial(self.changes.add, index))
-        self._ledger.open(load)
-        self.changes.add(index)
+        A new life has nothing in flight, and its load is not known before the next snapshot. A life
+        that was away has what it had.
+
+        Raises:
+            ValueError: a life of this engine, or another engine of this rank, is in the view.
+        """
+        for load in self._loads:
+            if load.rank == rank or load.engine.name == engine.name:
+                raise ValueError(
+                    f"cannot add engine {engine} at rank {rank}: {load.engine} is there already"
+                )
+        insort(self._loads, self._open(engine, rank), key=attrgetter("rank"))
+        self._lives[engine.name] = engine
+        self._renumber()
+
+    def remove(self, engine: EngineId) -> bool:
+        """Let a life be picked no more; False: it is not in the view.
+
+        What it holds still counts until it is released, and its name is known until `forget`.
+        """
+        index = self._indices.get(engine.name)
+        if index is None or self._engines[index] != engine:
+            return False
+        self._ledger.close(self._loads.pop(index))
+        self._renumber()
+        return True
+
+    def expect(self, name: str) -> None:
+        """An engine belongs to the cluster and will come: requests may be pinned to it already."""
+        self._lives.setdefault(name, None)
+
+    def forget(self, name: str) -> None:
+        """An engine that is not in the view will not come back."""
+        if name not in self._indices:
+            self._lives.pop(name, None)
+
+    def _row(self, rank: int) -> tuple[int, int, float]:
+        return self._heard[rank] if rank < len(self._heard) else UNKNOWN
+
+    def _open(self, engine: EngineId, rank: int) -> Load:
+        """A life's account: the one that it left behind when it went away, or a new one."""
+        load = self._ledger.account(engine)
+        if not isinstance(load, Load):
+            load = Load(engine)
+            self._ledger.open(load)
+        load.rank = rank
+        load.hear(*(self._row(rank) if self._lives.get(engine.name) == engine else UNKNOWN))
         return load
+
+    def _renumber(self) -> None:
+        """Indices have moved: all loads are news."""
+        self._engines = [load.engine for load in self._loads]
+        self._indices = {engine.name: index for index, engine in enumerate(self._engines)}
+        for index, load in enumerate(self._loads):
+            load.follower = partial(self.changes.add, index)
+        self.changes.clear()
+        self.changes.update(range(len(self._loads)))

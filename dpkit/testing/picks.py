@@ -60,6 +60,8 @@ class Case:
         """Take one case of a file apart, and wire the real parts as a client wires them."""
         with located(place):
             engines = [EngineId(f"engine-{index}") for index in range(raw["engines"])]
+            if not engines:
+                raise ValueError("there is no engine to pick")
             clients = {key: raw[key] for key in ("client_index", "client_count")}
             ledger = Ledger()
             view = LoadView(engines, ledger, **clients)

@@ -56,6 +56,14 @@ class Client:
         """Hear of idle engines, as an old snapshot tells it."""
         self.snapshot(*[(0, 0, 0.0)] * len(self.view.engines))
 
+    def replace(self, index: int, engine: EngineId | None = None) -> EngineId:
+        """Put another life where one was: that engine's next one, unless the test names it."""
+        old = self.view.engines[index]
+        engine = engine or EngineId(old.name, epoch=old.epoch + 1)
+        assert self.dispatch.remove(old)
+        self.dispatch.add(engine, index)
+        return engine
+
     def release(self, placements: Iterable[Placement]) -> None:
         """End requests."""
         for placement in placements:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dpkit.abc import LoadView, Policy
-from dpkit.balancer.dispatch import HELD, PINNED
-from dpkit.errors import DpkitError, RequestRejected
-from dpkit.messages import EngineId, GenerateRequest, Snapshot
+from dpkit.balancer.dispatch import HELD, PINNED, expected_tokens
+from dpkit.errors import DpkitError, NoEngineReady, RequestRejected
+from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot
 
 if TYPE_CHECKING:
     from tests.balancer.conftest import MakeClient
@@ -38,6 +38,9 @@ class Scripted(Policy):
 
     def on_snapshot(self, view: LoadView) -> None:
         self.heard.append(("snapshot", "", view.waiting[0]))
+
+    def on_engines(self, view: LoadView) -> None:
+        self.heard.append(("engines", "", len(view.engines)))
 
 
 def test_a_placed_request_is_charged_to_the_engine_it_got(make_client: MakeClient) -> None:
@@ -124,11 +127,11 @@ def test_an_id_in_flight_goes_to_the_engine_that_has_it(make_client: MakeClient)
 def test_an_id_in_flight_on_a_dead_life_is_refused(make_client: MakeClient) -> None:
     client = make_client(2)
     client.place("r", engine="e1")
-    client.view.replace(1, EngineId("e1", epoch=1))
-    with pytest.raises(RequestRejected, match="in flight on engine e1, which is gone"):
+    client.replace(1)
+    with pytest.raises(RequestRejected, match="in flight on engine e1, which takes no more"):
         client.place("r")
-    client.view.replace(1, EngineId("e9"))
-    with pytest.raises(RequestRejected, match="in flight on engine e1, which is gone"):
+    client.replace(1, EngineId("e9"))
+    with pytest.raises(RequestRejected, match="in flight on engine e1, which takes no more"):
         client.place("r")
 
 
@@ -157,7 +160,86 @@ def test_a_late_release_of_an_earlier_life_is_not_told_to_the_policy(
     policy = Scripted(0)
     client = make_client(1, policy)
     placement = client.place("r")
-    client.view.replace(0, EngineId("e0", epoch=1))
+    client.replace(0)
     assert client.dispatch.release(placement)
-    assert policy.heard == [("charge", "r", 0)]
+    assert policy.heard == [("charge", "r", 0), ("engines", "", 0), ("engines", "", 1)]
     assert client.ledger.audit() == ()
+
+
+def test_a_release_is_told_at_the_index_where_its_engine_is_now(make_client: MakeClient) -> None:
+    policy = Scripted(2)
+    client = make_client(3, policy)
+    placement = client.place("r")
+    client.dispatch.remove(EngineId("e0"))
+    client.dispatch.release(placement)
+    assert policy.heard[-1] == ("release", "r", 1)
+
+
+def test_a_release_after_its_engine_left_touches_only_the_account(make_client: MakeClient) -> None:
+    policy = Scripted(0, 0)
+    client = make_client(2, policy)
+    first, second = client.place("r"), client.place("s")
+    client.dispatch.remove(EngineId("e0"))
+    assert client.ledger.inflight(EngineId("e0")) == 2
+    assert client.dispatch.release(first)
+    assert client.ledger.inflight(EngineId("e0")) == 1
+    assert list(client.view.inflight) == [0]
+    assert [kind for kind, _, _ in policy.heard] == ["charge", "charge", "engines"]
+    client.dispatch.add(EngineId("e0"), 0)
+    assert list(client.view.inflight) == [1, 0], "the same life has what it had"
+    client.dispatch.release(second)
+    assert policy.heard[-1] == ("release", "s", 0)
+    assert client.ledger.audit() == ()
+
+
+def test_with_no_engine_there_is_no_room(make_client: MakeClient) -> None:
+    client = make_client(2)
+    assert client.dispatch.has_room()
+    for name in ("e0", "e1"):
+        assert client.dispatch.remove(EngineId(name))
+    assert not client.dispatch.has_room()
+    with pytest.raises(NoEngineReady, match=r"request r now: no engine is ready") as caught:
+        client.place("r")
+    assert caught.value.request_id == "r"
+    assert client.ledger.statistics().charged == 0
+    client.dispatch.add(EngineId("e1", epoch=1), 1)
+    assert client.place("r").engine == EngineId("e1", epoch=1)
+
+
+def test_a_pin_to_an_engine_that_is_away_is_no_mistake(make_client: MakeClient) -> None:
+    client = make_client(2)
+    client.dispatch.remove(EngineId("e1"))
+    assert [client.dispatch.has_room(name) for name in ("e0", "e1", "e2")] == [True, False, True]
+    with pytest.raises(NoEngineReady, match="no life of engine e1 is ready"):
+        client.place("r", engine="e1")
+    client.view.expect("e2")
+    with pytest.raises(NoEngineReady, match="no life of engine e2 is ready"):
+        client.place("r", engine="e2")
+    client.view.forget("e1")
+    with pytest.raises(RequestRejected, match=r"the engines are e0, e2$"):
+        client.place("r", engine="e1")
+
+
+def test_a_pin_before_there_is_any_engine_is_refused(make_client: MakeClient) -> None:
+    client = make_client(0)
+    assert client.dispatch.has_room("e0")
+    with pytest.raises(RequestRejected, match=r"the engines are none yet$"):
+        client.place("r", engine="e0")
+
+
+def test_removing_what_is_not_there_says_so_and_tells_nobody(make_client: MakeClient) -> None:
+    policy = Scripted()
+    client = make_client(1, policy)
+    assert not client.dispatch.remove(EngineId("e0", epoch=1))
+    assert not client.dispatch.remove(EngineId("e9"))
+    assert policy.heard == []
+
+
+def test_the_output_of_an_earlier_life_weighs_as_much_as_a_prompt() -> None:
+    request = GenerateRequest(
+        request_id="r",
+        prompt_token_ids=(1,) * 10,
+        sampling=SamplingParams(max_tokens=8),
+        output_token_ids=(2,) * 6,
+    )
+    assert expected_tokens(request) == 10 + 6 + 1

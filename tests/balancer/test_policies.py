@@ -15,12 +15,12 @@ from dpkit.balancer.policies import BUILTIN, load_policy, policy_name
 from dpkit.balancer.policies.kv_pressure import KvPressure
 from dpkit.balancer.policies.queue_weighted import QueueWeighted
 from dpkit.errors import ConfigError
-from dpkit.messages import EngineId, GenerateRequest
 from dpkit.names import PolicyName
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dpkit.messages import GenerateRequest
     from tests.balancer.conftest import MakeClient
 
 
@@ -210,7 +210,7 @@ def test_the_rotation_goes_on_when_an_engine_is_replaced(
 ) -> None:
     client = make_client(3, name)
     first = client.place()
-    client.view.replace(0, EngineId("e0", epoch=1))
+    client.replace(0)
     assert client.burst(2) == [1, 2]
     client.release([first])
     assert client.place().index == 0

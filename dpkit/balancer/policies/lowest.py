@@ -44,15 +44,20 @@ class LowestScore(Policy):
             self._renew(view)
         return self._board[index]
 
+    def on_engines(self, view: LoadView) -> None:
+        """The scan goes on where it was, within the engines there are now."""
+        if self._start is not None and view.loads:
+            self._start %= len(view.loads)
+
     def _rotate(self, view: LoadView) -> None:
         """Move the start to the old one plus one, not the pick plus one: ties alone rotate."""
         start = scan_start(view) if self._start is None else self._start
         self._start = (start + 1) % len(view.loads)
 
     def _renew(self, view: LoadView) -> None:
-        """A pick or a release changes one engine, a snapshot all of them."""
+        """A pick or a release changes one engine, a snapshot all of them, and so does a new set."""
         board, changes, loads, clients = self._board, view.changes, view.loads, view.client_count
-        if len(changes) < len(board):
+        if len(changes) < len(board) == len(loads):
             for index in changes:
                 board[index] = self.rate(loads[index], clients)
         else:

@@ -32,3 +32,7 @@ class QueueWeighted(LowestScore):
         """Count the request as waiting, once for each client; a pinned one is not counted."""
         if request.engine is None:
             view.bump_waiting(index, view.client_count)
+
+    def on_engines(self, view: LoadView) -> None:  # noqa: ARG002 - see `scan_start`
+        """The fixed start is reckoned anew, so that the clients' stay spread."""
+        self._start = None

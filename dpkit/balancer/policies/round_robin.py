@@ -31,3 +31,8 @@ class RoundRobin(Policy):
         """Pass the turn on; a pinned request takes no turn."""
         if request.engine is None:
             self._next = (index + 1) % len(view.engines)
+
+    def on_engines(self, view: LoadView) -> None:
+        """The turn stays where it was, within the engines there are now."""
+        if self._next is not None and view.loads:
+            self._next %= len(view.loads)
