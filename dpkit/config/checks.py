@@ -128,6 +128,21 @@ def policy_name(_instance: object, attribute: Attribute[Any], value: str) -> Non
     raise BadValue(problem + did_you_mean(value, PolicyName), key=attribute.name)
 
 
+def writable_path(_instance: object, attribute: Attribute[Any], value: str) -> None:
+    """A file that may be made or grow: its folder is there. Nothing is written."""
+    try:
+        path = Path(value).expanduser()
+        if path.is_dir():
+            problem = "is a directory; name a file in it"
+        elif path.parent.is_dir():
+            return
+        else:
+            problem = "lies in a directory that does not exist"
+    except (OSError, RuntimeError) as error:
+        problem = f"cannot be looked up: {getattr(error, 'strerror', error)}"
+    raise BadValue(f"{value!r} {problem}", key=attribute.name)
+
+
 def is_path(model: str) -> bool:
     """Whether a model is named by where its files are."""
     return model.startswith((".", "~")) or "/" in model or model.endswith(".gguf")

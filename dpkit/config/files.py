@@ -23,7 +23,7 @@ _BOM = "\ufeff"  # the byte order mark that some editors put in front
 
 @frozen(kw_only=True)
 class File:
-    """One file of a chain, its model paths made absolute."""
+    """One file of a chain, its paths made absolute."""
 
     filename: str
     source: Source
@@ -52,16 +52,19 @@ def read_chain(filename: str, text: str | None = None) -> list[File]:
 
 
 def make_absolute(tables: dict[str, Any], folder: Path) -> None:
-    """Make relative paths of models start at `folder`, in place; looks nothing up."""
+    """Make relative paths start at `folder`, in place; looks nothing up."""
     groups = tables.get("engines")
     for group in groups if isinstance(groups, list) else ():
         model = group.get("model") if isinstance(group, dict) else None
-        if isinstance(model, str) and _is_relative(model):
-            group["model"] = str(folder.absolute() / model)
+        if isinstance(model, str) and is_path(model) and not model.startswith("cost:"):
+            group["model"] = _absolute(model, folder)
+    log = tables.get("log")
+    if isinstance(log, dict) and isinstance(log.get("events"), str):
+        log["events"] = _absolute(log["events"], folder)
 
 
-def _is_relative(model: str) -> bool:
-    return is_path(model) and not model.startswith(("/", "~", "cost:"))
+def _absolute(path: str, folder: Path) -> str:
+    return path if path.startswith(("/", "~")) else str(folder.absolute() / path)
 
 
 def _file(filename: str, text: str) -> File:

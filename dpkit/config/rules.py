@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dpkit.config.checks import quote
+from dpkit.config.units import parse_duration, show_duration
 from dpkit.errors import ConfigError
 from dpkit.names import Dtype, Quant
 
@@ -45,8 +46,17 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
         yield from _pool_size_twice(group.get("kv") or {}, ("engines", index, "kv"))
         yield from _too_small_a_step(group.get("scheduler") or {}, ("engines", index, "scheduler"))
         yield from _no_weights(group, ("engines", index))
+        supervision = group.get("supervision") or {}
+        yield from _at_most(
+            supervision, "backoff", 0.1, "backoff_max", 10.0, ("engines", index, "supervision")
+        )
     yield from _same_name(groups)
     yield from _other_model(groups)
+    cluster = config.get("cluster") or {}
+    yield from _phases(cluster)
+    yield from _too_few_engines(cluster, config.get("engines") or ())
+    balancer = config.get("balancer") or {}
+    yield from _at_most(balancer, "eject_for", 1.0, "eject_max", 60.0, ("balancer",))
 
 
 def _pool_size_twice(kv: Table, at: Path) -> Iterator[tuple[Path, str]]:
@@ -92,6 +102,46 @@ def _other_model(groups: Groups) -> Iterator[tuple[Path, str]]:
         if _family(model) != _family(expected):
             message = f"engines.{first} serves {quote(expected)}, this group {quote(model)}"
             yield ("engines", index, "model"), f"{message}; one cluster serves one model"
+
+
+def _phases(cluster: Table) -> Iterator[tuple[Path, str]]:
+    """A shutdown is one stretch of time, cut into parts."""
+    grace = _seconds(cluster, "grace", 10.0)
+    if grace is None:
+        return
+    kill_after = _seconds(cluster, "kill_after", grace / 5)
+    if kill_after is not None and kill_after > grace:
+        message = f"must be at most grace ({show_duration(grace)}), got {show_duration(kill_after)}"
+        yield ("cluster", "kill_after"), f"{message}: it is the last part of it"
+        return
+    pre_stop = _seconds(cluster, "pre_stop", 0.0)
+    left = grace - (grace / 5 if kill_after is None else kill_after)
+    if pre_stop is not None and pre_stop > left:
+        message = f"must be at most {show_duration(left)}, which is grace without kill_after"
+        yield ("cluster", "pre_stop"), f"{message}; got {show_duration(pre_stop)}"
+
+
+def _too_few_engines(cluster: Table, groups: Sequence[Table | None]) -> Iterator[tuple[Path, str]]:
+    counts = [None if group is None else group.get("count", 1) for group in groups]
+    min_ready = cluster.get("min_ready", 1)
+    if counts and None not in counts and min_ready is not None and min_ready > sum(counts):
+        message = f"must be at most the number of engines ({sum(counts)}), got {min_ready}"
+        yield ("cluster", "min_ready"), message
+
+
+def _at_most(
+    table: Table, small: str, small_default: float, large: str, large_default: float, at: Path
+) -> Iterator[tuple[Path, str]]:
+    first, cap = _seconds(table, small, small_default), _seconds(table, large, large_default)
+    if first is not None and cap is not None and first > cap:
+        message = f"must be at most {large} ({show_duration(cap)}), got {show_duration(first)}"
+        yield (*at, small), message
+
+
+def _seconds(table: Table, key: str, default: float) -> float | None:
+    """A duration; one in a file that has errors elsewhere is still a string."""
+    value = table.get(key, default)
+    return parse_duration(value) if isinstance(value, str) else value
 
 
 def has_weights(model: str) -> bool:

@@ -15,10 +15,17 @@ import attrs
 from attrs import Attribute, field, frozen
 from attrs.validators import optional
 
-from dpkit.config.checks import Between, MadeOf, at_least_one_table, model_name, policy_name
+from dpkit.config.checks import (
+    Between,
+    MadeOf,
+    at_least_one_table,
+    model_name,
+    policy_name,
+    writable_path,
+)
 from dpkit.config.rules import Conflict, conflicts
 from dpkit.config.units import Bytes, Seconds, show_duration, show_size
-from dpkit.names import Dtype, EngineKind, PolicyName, Quant
+from dpkit.names import Dtype, EngineKind, PolicyName, Quant, Strategy
 
 EXTENDS = "extends"  # a word of files, read before there is a config: the file that lies below
 
@@ -61,6 +68,36 @@ class ClusterConfig:
             "The deadline of a shutdown: a third of the 30 s that Kubernetes allows a pod."
         ),
     )
+    kill_after: Seconds | None = field(
+        default=None,
+        validator=optional(Between(0, 3600.0, show=show_duration)),
+        metadata=why(
+            "A fifth of grace. Its last part: what still runs is ended by force, and engines have "
+            "time to end in order."
+        ),
+    )
+    pre_stop: Seconds = field(
+        default=0.0,
+        validator=Between(0, 3600.0, show=show_duration),
+        metadata=why(
+            "Nothing to wait for. Behind a load balancer: how long it may still send requests "
+            "after it was told not to. Counts as part of grace, as in Kubernetes."
+        ),
+    )
+    min_ready: int = field(
+        default=1,
+        validator=Between(1, 65_536),
+        metadata=why(
+            "Whatever still answers is better than nothing. With fewer engines than this that are "
+            "not given up, the cluster ends."
+        ),
+    )
+
+    @property
+    def finish_within(self) -> float:
+        """Seconds of a shutdown in which requests may still finish by themselves."""
+        kill_after = self.grace / 5 if self.kill_after is None else self.kill_after
+        return self.grace - kill_after
 
 
 @frozen(kw_only=True)
@@ -116,6 +153,63 @@ class KvConfig:
 
 
 @frozen(kw_only=True)
+class SupervisionConfig:
+    """What happens when an engine fails. The words and the arithmetic are Erlang's.
+
+    More than `intensity` restarts within `period`, and the engine is given up.
+    """
+
+    strategy: Strategy = field(
+        default=Strategy.ONE_FOR_ONE,
+        metadata=why(
+            "Engines do not depend on one another. Ranks of a mixture-of-experts model do: "
+            "one_for_all."
+        ),
+    )
+    intensity: int = field(
+        default=3,
+        validator=Between(0, 1000),
+        metadata=why(
+            "Survives a burst. What fails a fourth time is broken; 0 gives up at the first failure."
+        ),
+    )
+    period: Seconds = field(
+        default=60.0,
+        validator=Between(0.001, 86_400.0, show=show_duration),
+        metadata=why("Longer than a load and a warm-up; much longer, and old failures add up."),
+    )
+    backoff: Seconds = field(
+        default=0.1,
+        validator=Between(0, 3600.0, show=show_duration),
+        metadata=why(
+            "The wait before the first restart: a stray failure costs next to nothing. Each "
+            "further one within period waits twice as long."
+        ),
+    )
+    backoff_max: Seconds = field(
+        default=10.0,
+        validator=Between(0, 3600.0, show=show_duration),
+        metadata=why("What has failed for long is tried now and then."),
+    )
+    jitter: float = field(
+        default=0.1,
+        validator=Between(0.0, 1.0),
+        metadata=why(
+            "Share by which a wait is longer or shorter, at random: what fails together should "
+            "not come back together."
+        ),
+    )
+    step_timeout: Seconds = field(
+        default=120.0,
+        validator=Between(0.001, 86_400.0, show=show_duration),
+        metadata=why(
+            "No step of a sound engine takes this long, not even the first one, which compiles. "
+            "A longer one counts as hung, and the engine as lost."
+        ),
+    )
+
+
+@frozen(kw_only=True)
 class EngineGroupConfig:
     """A group of `count` equal engines, called NAME-0, NAME-1 and so on."""
 
@@ -151,6 +245,51 @@ class EngineGroupConfig:
     )
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
     kv: KvConfig = field(factory=KvConfig)
+    supervision: SupervisionConfig = field(factory=SupervisionConfig)
+
+
+@frozen(kw_only=True)
+class AdmissionConfig:
+    """How many requests are let in, how long they wait, and what becomes of those that are lost.
+
+    Each client counts its own.
+    """
+
+    max_inflight: int | None = field(
+        default=None,
+        validator=optional(Between(1, 1_048_576)),
+        metadata=why(
+            "No bound: engines queue by themselves. With one, the client queues, where priorities "
+            "and tenants count."
+        ),
+    )
+    max_queued: int = field(
+        default=1024,
+        validator=Between(0, 1_048_576),
+        metadata=why(
+            "More would wait for minutes: better refused at once, and told when to retry."
+        ),
+    )
+    queue_timeout: Seconds = field(
+        default=60.0,
+        validator=Between(0.001, 86_400.0, show=show_duration),
+        metadata=why("By then a person has left. Longer for batch work."),
+    )
+    retries: int = field(
+        default=1,
+        validator=Between(0, 100),
+        metadata=why(
+            "Placements after a loss, as long as nothing was delivered. One survives a lost "
+            "engine; more let a request that kills engines kill more of them."
+        ),
+    )
+    resume: bool = field(
+        default=False,
+        metadata=why(
+            "What was begun ends with EngineLost, the output so far readable. With true it goes on "
+            "elsewhere from prompt and output."
+        ),
+    )
 
 
 @frozen(kw_only=True)
@@ -192,13 +331,47 @@ class BalancerConfig:
             "Sees exact in-flight counts, all clients' queues, and the KV pressure behind a queue."
         ),
     )
+    eject_after: int = field(
+        default=3,
+        validator=Between(1, 1000),
+        metadata=why(
+            "Losses in a row, without a first token between. Envoy takes 5 errors; a lost engine "
+            "costs more than an error."
+        ),
+    )
+    eject_for: Seconds = field(
+        default=1.0,
+        validator=Between(0.001, 3600.0, show=show_duration),
+        metadata=why(
+            "The n-th time n times as long, as in Envoy. Its 30 s are for hosts whose health "
+            "nobody probes; here one request does."
+        ),
+    )
+    eject_max: Seconds = field(
+        default=60.0,
+        validator=Between(0.001, 86_400.0, show=show_duration),
+        metadata=why("Envoy's is 300 s. As much time without an ejection forgives one."),
+    )
+    eject_max_share: float = field(
+        default=0.5,
+        validator=Between(0.0, 1.0),
+        metadata=why(
+            "At most this share of the engines at once. Envoy's is 0.1, for fleets; of two "
+            "engines, one must go. 0: none ever."
+        ),
+    )
 
 
 @frozen(kw_only=True)
 class LogConfig:
-    """How much is said while all runs."""
+    """What is said while all runs, and where."""
 
     level: LogLevel = field(default=LogLevel.WARNING, metadata=why("Quiet while all is well."))
+    events: str | None = field(
+        default=None,
+        validator=optional(writable_path),
+        metadata=why("Not written. A file that grows by one JSON object for each event."),
+    )
 
 
 def _tuple(groups: Iterable[EngineGroupConfig]) -> tuple[EngineGroupConfig, ...]:
@@ -212,6 +385,7 @@ class Config:
 
     cluster: ClusterConfig = field(factory=ClusterConfig)
     engines: tuple[EngineGroupConfig, ...] = field(converter=_tuple, validator=at_least_one_table)
+    admission: AdmissionConfig = field(factory=AdmissionConfig)
     coordinator: CoordinatorConfig = field(factory=CoordinatorConfig)
     balancer: BalancerConfig = field(factory=BalancerConfig)
     log: LogConfig = field(factory=LogConfig)

@@ -24,6 +24,8 @@ MINIMAL = '[[engines]]\nmodel = "echo"\n'
 BEYOND_A_SCHEMA = {
     "budget",
     "duplicate_name",
+    "events",
+    "events_folder",
     "extends_circle",
     "extends_folder",
     "extends_itself",
@@ -32,6 +34,7 @@ BEYOND_A_SCHEMA = {
     "model_path",
     "pool_size_twice",
     "preset",
+    "rules_of_failure",
     "two_models",
 }
 

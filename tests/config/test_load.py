@@ -9,7 +9,7 @@ import pytest
 
 from dpkit.config.checks import describe, quote
 from dpkit.config.load import load_config, parse_config
-from dpkit.config.rules import Conflict
+from dpkit.config.rules import Conflict, conflicts
 from dpkit.config.schema import (
     ClusterConfig,
     Config,
@@ -137,7 +137,7 @@ def test_text_as_deep_as_tomli_takes_is_no_trouble() -> None:
     deep = "[" * 300 + "]" * 300
     assert _complaint(f"x = {deep}\n{MINIMAL}count = {deep}") == (
         "<string>:1:1: x: unknown key; "
-        "known here: cluster, engines, coordinator, balancer, log, extends\n"
+        "known here: cluster, engines, admission, coordinator, balancer, log, extends\n"
         "<string>:4:1: engines.0.count: expected an integer, got an array"
     )
 
@@ -187,7 +187,7 @@ def test_an_index_wins_over_a_name() -> None:
         ("engines.0.count=0", "engines.0.count: must be between 1 and 1024, got 0"),
         ("engines.smol.count=0", "engines.0.count: must be between 1 and 1024, got 0"),
         ("engines.0.cuont=2", "engines.0.cuont: unknown key; did you mean 'count'?"),
-        ("log={x = 1}", "log.x: unknown key; known here: level"),
+        ("log={x = 1}", "log.x: unknown key; known here: level, events"),
         ("cordinator.interval=1", "cordinator: unknown key; did you mean 'coordinator'?"),
         ("engines.0={}", 'engines.0.model: missing; write for example model = "smollm2-135m"'),
         ("engines.7.count=1", "there is no engines.7; indices here: 0, 1"),
@@ -240,6 +240,44 @@ def test_config_built_in_python_passes_the_same_checks() -> None:
     kv = KvConfig(num_blocks=4, memory=1024)
     with pytest.raises(Conflict, match=r"engines\.0\.kv\.memory: num_blocks already"):
         Config(engines=[EngineGroupConfig(model="echo", kv=kv)])
+
+
+def test_requests_may_finish_until_the_last_part_of_the_grace() -> None:
+    assert ClusterConfig().finish_within == 8.0
+    assert ClusterConfig(grace=1.0).finish_within == pytest.approx(0.8)
+    assert ClusterConfig(grace=1.0, kill_after=1.0).finish_within == 0.0
+    assert ClusterConfig(grace=0.0).finish_within == 0.0
+
+
+def test_the_defaults_of_the_rules_between_keys_are_those_of_the_keys() -> None:
+    group = EngineGroupConfig(model="echo")
+    config = Config(engines=[group])
+    alone: dict[str, dict[str, Any]] = {
+        "cluster": {"min_ready": 2, "pre_stop": config.cluster.finish_within + 1},
+        "balancer": {"eject_max": config.balancer.eject_for / 2},
+    }
+    supervision = {"backoff": group.supervision.backoff_max * 2}
+    found = conflicts({**alone, "engines": [{"model": "echo", "supervision": supervision}]})
+    assert [message for _, message in found] == [
+        "must be at most backoff_max (10s), got 20s",
+        "must be at most 8s, which is grace without kill_after; got 9s",
+        "must be at most the number of engines (1), got 2",
+        "must be at most eject_max (500ms), got 1s",
+    ]
+
+
+def test_the_event_log_starts_at_the_file_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    path = tmp_path / "dpkit.toml"
+    path.write_text(MINIMAL + '[log]\nevents = "logs/events.jsonl"\n')
+    assert load_config(path).log.events == str(tmp_path / "logs" / "events.jsonl")
+    elsewhere = load_config(path, overrides=["log.events=/tmp/events.jsonl"])
+    assert elsewhere.log.events == "/tmp/events.jsonl"
+
+
+def test_an_event_log_that_cannot_be_looked_up_says_why() -> None:
+    problem = "cannot be looked up: Could not determine home directory."
+    assert problem in _complaint(MINIMAL, "log.events=~nobody-by-this-name/events")
 
 
 def test_structuring_leaves_its_input_alone() -> None:

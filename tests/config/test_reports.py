@@ -66,7 +66,10 @@ def test_L03_an_update_with_an_unknown_key_applies_nothing() -> None:
 
 def test_L05_strictness_holds_inside_a_policys_own_table() -> None:
     (problem,) = _problems(f"{MINIMAL}[balancer.kv_pressure]\nweight = 3\n")
-    assert problem == "f:3:1: balancer.kv_pressure: unknown key; known here: policy"
+    assert problem == (
+        "f:3:1: balancer.kv_pressure: unknown key; "
+        "known here: policy, eject_after, eject_for, eject_max, eject_max_share"
+    )
 
 
 def test_L06_a_key_at_the_wrong_level_is_refused_and_shown_its_place() -> None:

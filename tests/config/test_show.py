@@ -112,7 +112,14 @@ def test_origins_name_file_line_variable_flag_and_default(folder: Path) -> None:
         ("coordinator", "publish"): "base.toml:4:1",
         ("log", "level"): "base.toml:2:1",
     }
-    assert effective(loaded)["cluster"] == {"name": "x", "seed": None, "grace": "10s"}
+    assert effective(loaded)["cluster"] == {
+        "name": "x",
+        "seed": None,
+        "grace": "10s",
+        "kill_after": None,
+        "pre_stop": "0s",
+        "min_ready": 1,
+    }
 
 
 def _loaded(path: Path, text: str) -> Loaded:
