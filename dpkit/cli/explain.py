@@ -10,6 +10,7 @@ import attrs
 import click
 
 from dpkit.cli.facts import group_facts
+from dpkit.cli.losses import at_the_end, on_loss
 from dpkit.config.load import load_config
 from dpkit.config.units import show_duration
 from dpkit.names import PolicyName
@@ -45,12 +46,6 @@ POLICIES = {
     PolicyName.RANDOM: "any engine gets it, each as likely as the others.",
 }
 
-_LOSS = (
-    "When an engine dies, the cluster ends, cleanly: your block is cancelled, the other engines "
-    "finish their steps and free their memory, and ClusterFailed names the engine and carries the "
-    "first error. No request is sent again."
-)
-
 
 @click.command("explain")
 @click.argument("file", default="dpkit.toml", type=click.Path())
@@ -84,7 +79,9 @@ def _facts(config: Config, groups: Sequence[GroupFacts]) -> dict[str, object]:
         "engines": [attrs.asdict(group) for group in groups],
         "policy": {"name": policy, "decides": explain_policy(policy)},
         "coordinator": attrs.asdict(config.coordinator),
-        "on_engine_loss": _LOSS,
+        "admission": attrs.asdict(config.admission),
+        "on_engine_loss": [line.strip() for line in on_loss(config)],
+        "at_the_end": list(at_the_end(config)),
         "grace": config.cluster.grace,
     }
 
@@ -99,11 +96,11 @@ def _paragraphs(file: str, config: Config, groups: Sequence[GroupFacts]) -> Iter
     yield ""
     yield from _balancing(config)
     yield ""
-    yield _LOSS
-    yield (
-        "When your block ends, requests in flight are aborted; all is gone within "
-        f"{show_duration(config.cluster.grace)} and the rest of one step."
-    )
+    yield from _admission(config)
+    yield ""
+    yield from on_loss(config)
+    yield ""
+    yield from at_the_end(config)
 
 
 def _group(group: GroupFacts) -> Iterator[str]:
@@ -151,6 +148,20 @@ def _balancing(config: Config) -> Iterator[str]:
     )
     if coordinator.wave_coordination:
         yield "  Engines step together, in waves; an idle one is woken when another gets work."
+
+
+def _admission(config: Config) -> Iterator[str]:
+    admission = config.admission
+    bound = (
+        "while an engine is ready"
+        if admission.max_inflight is None
+        else f"up to {_count(admission.max_inflight, 'request')} of a client"
+    )
+    queue = (
+        f"{admission.max_queued:,} more may wait, for at most "
+        f"{show_duration(admission.queue_timeout)}; others are refused with Overloaded."
+    )
+    yield f"Admission: requests go to engines at once, {bound}. {queue}"
 
 
 def _or_own(limit: int | None, noun: str) -> str:

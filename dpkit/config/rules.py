@@ -47,16 +47,15 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
         yield from _too_small_a_step(group.get("scheduler") or {}, ("engines", index, "scheduler"))
         yield from _no_weights(group, ("engines", index))
         supervision = group.get("supervision") or {}
-        yield from _at_most(
-            supervision, "backoff", 0.1, "backoff_max", 10.0, ("engines", index, "supervision")
-        )
+        at = ("engines", index, "supervision")
+        yield from _at_most(supervision, at, ("backoff", 0.1), ("backoff_max", 10.0))
     yield from _same_name(groups)
     yield from _other_model(groups)
     cluster = config.get("cluster") or {}
     yield from _phases(cluster)
     yield from _too_few_engines(cluster, config.get("engines") or ())
     balancer = config.get("balancer") or {}
-    yield from _at_most(balancer, "eject_for", 1.0, "eject_max", 60.0, ("balancer",))
+    yield from _at_most(balancer, ("balancer",), ("eject_for", 1.0), ("eject_max", 60.0))
 
 
 def _pool_size_twice(kv: Table, at: Path) -> Iterator[tuple[Path, str]]:
@@ -123,19 +122,21 @@ def _phases(cluster: Table) -> Iterator[tuple[Path, str]]:
 
 def _too_few_engines(cluster: Table, groups: Sequence[Table | None]) -> Iterator[tuple[Path, str]]:
     counts = [None if group is None else group.get("count", 1) for group in groups]
+    known = [count for count in counts if count is not None]
     min_ready = cluster.get("min_ready", 1)
-    if counts and None not in counts and min_ready is not None and min_ready > sum(counts):
-        message = f"must be at most the number of engines ({sum(counts)}), got {min_ready}"
+    if known and known == counts and min_ready is not None and min_ready > sum(known):
+        message = f"must be at most the number of engines ({sum(known)}), got {min_ready}"
         yield ("cluster", "min_ready"), message
 
 
 def _at_most(
-    table: Table, small: str, small_default: float, large: str, large_default: float, at: Path
+    table: Table, at: Path, small: tuple[str, float], large: tuple[str, float]
 ) -> Iterator[tuple[Path, str]]:
-    first, cap = _seconds(table, small, small_default), _seconds(table, large, large_default)
+    """One duration of a table bounds another; each is given by its key and its default."""
+    first, cap = _seconds(table, *small), _seconds(table, *large)
     if first is not None and cap is not None and first > cap:
-        message = f"must be at most {large} ({show_duration(cap)}), got {show_duration(first)}"
-        yield (*at, small), message
+        message = f"must be at most {large[0]} ({show_duration(cap)}), got {show_duration(first)}"
+        yield (*at, small[0]), message
 
 
 def _seconds(table: Table, key: str, default: float) -> float | None:

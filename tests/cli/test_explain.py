@@ -14,8 +14,10 @@ from dpkit.balancer.policies.kv_pressure import KvPressure
 from dpkit.balancer.policies.queue_weighted import QueueWeighted
 from dpkit.cli.explain import POLICIES, explain_policy
 from dpkit.cli.main import main
+from dpkit.config.units import show_duration
 from dpkit.costmodel import PRESETS
 from dpkit.names import PolicyName
+from dpkit.nursery.supervisor import Restarts, RestartWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +82,8 @@ def test_the_sentences_numbers_are_the_policies() -> None:
 
 
 def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explain) -> None:
-    out = " ".join(explain(EXAMPLE, "--set", "engines.0.model=cost:h200-8b").split())
+    flags = ["engines.0.model=cost:h200-8b", "admission.max_inflight=9"]
+    out = " ".join(explain(EXAMPLE, *(word for flag in flags for word in ("--set", flag))).split())
     for said in [
         "2 engines of cost:h200-8b",
         "smol-0 and smol-1 are tasks in this process",
@@ -88,11 +91,69 @@ def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explai
         "at most 256 running requests and 8,192 tokens",
         f"By policy kv_pressure, {POLICIES[PolicyName.KV_PRESSURE]}",
         "at most every 100ms",
-        "When an engine dies, the cluster ends, cleanly",
-        "ClusterFailed",
+        "up to 9 requests of a client. 1,024 more may wait, for at most 1m; others are refused",
+        "When an engine dies, only its own requests notice. One that has got nothing yet is",
+        "placed again, once; another ends with EngineLost",
+        "smol: an engine that fails starts again after 100ms, then 200ms, then 400ms (more or",
+        "after 4 failures within 1m it is given up. A step of more than 2m counts as a failure",
+        "After 3 losses in a row it is left out for 1s, each further time for that much longer",
+        "at most 1m; never more than 1 of 2 at once.",
+        "When all are given up, the cluster ends, cleanly: your block is cancelled",
+        "ClusterFailed carries the first error.",
+        "no more requests are taken; those in flight may finish within 8s",
         "within 10s",
     ]:
         assert said in out
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        (
+            "engines.0.supervision.intensity=0",
+            "smol: at the first failure of an engine it is given",
+        ),
+        (
+            "engines.0.supervision.intensity=5",
+            "100ms, then 200ms, then 400ms and so on, at most 10s (more or less by 10%); after 6",
+        ),
+        (
+            "engines.0.supervision={ strategy = 'one_for_all', backoff_max = '150ms' }",
+            "all engines together start again after 100ms, then 150ms, then 150ms (more or less",
+        ),
+        (
+            "engines.0.supervision={ strategy = 'one_for_all', intensity = 0 }",
+            "at the first failure of an engine all are given up",
+        ),
+        ("admission.retries=0", "Each ends with EngineLost, and what came of it can be read."),
+        ("admission.retries=3", "is placed again, up to 3 times; another ends"),
+        ("admission.resume=true", "Each goes on elsewhere from what it has said, once; then"),
+        ("balancer.eject_max_share=0", "has its first token. When all are given up"),
+        ("cluster.min_ready=2", "When fewer than 2 are left that are not given up, the cluster"),
+        ("cluster.pre_stop=2s", "requests are taken for another 2s, then no more; those in flight"),
+        ("cluster.kill_after=5s", "may finish within 5s, then they are ended by force"),
+        ("admission.max_inflight=1", "up to 1 request of a client"),
+    ],
+)
+def test_what_happens_on_a_loss_and_at_the_end_is_told_by_the_numbers(
+    explain: Explain, flag: str, said: str
+) -> None:
+    assert said in " ".join(explain(EXAMPLE, "--set", flag).split())
+
+
+def test_an_engine_on_its_own_is_not_told_of_others(explain: Explain) -> None:
+    flags = ["engines.0.count=1", "engines.0.supervision.strategy=one_for_all"]
+    out = " ".join(explain(EXAMPLE, *(word for flag in flags for word in ("--set", flag))).split())
+    assert "an engine that fails starts again" in out
+    assert "never more than" not in out, "the only one is never left out"
+
+
+def test_the_waits_are_the_supervisors_own(explain: Explain) -> None:
+    window = RestartWindow(Restarts())
+    waits = [window.delay(0.0, RuntimeError()) for _ in range(3)]
+    shown = ", then ".join(show_duration(wait) for wait in waits if wait is not None)
+    assert f"starts again after {shown}" in " ".join(explain(EXAMPLE).split())
+    assert window.delay(0.0, RuntimeError()) is None, "the fourth failure"
 
 
 def test_of_a_model_that_is_here_config_json_is_enough(explain: Explain, file: Path) -> None:

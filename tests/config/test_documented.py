@@ -81,10 +81,12 @@ def test_commented_keys_of_the_example_stand_at_their_defaults(full_example: str
         scheduler=attrs.evolve(group.scheduler, **chosen_by_absence),
         kv=attrs.evolve(group.kv, num_blocks=None),
     )
-    parts = {
-        "cluster": attrs.evolve(full.cluster, seed=None, kill_after=None),
-        "admission": attrs.evolve(full.admission, max_inflight=None),
-        "log": attrs.evolve(full.log, events=None),
-    }
-    assert attrs.evolve(full, engines=[group], **parts) == plain
+    expected = attrs.evolve(
+        full,
+        engines=[group],
+        cluster=attrs.evolve(full.cluster, seed=None, kill_after=None),
+        admission=attrs.evolve(full.admission, max_inflight=None),
+        log=attrs.evolve(full.log, events=None),
+    )
+    assert expected == plain
     assert isinstance(plain, Config)

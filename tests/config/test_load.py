@@ -271,8 +271,8 @@ def test_the_event_log_starts_at_the_file_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "dpkit.toml"
     path.write_text(MINIMAL + '[log]\nevents = "logs/events.jsonl"\n')
     assert load_config(path).log.events == str(tmp_path / "logs" / "events.jsonl")
-    elsewhere = load_config(path, overrides=["log.events=/tmp/events.jsonl"])
-    assert elsewhere.log.events == "/tmp/events.jsonl"
+    elsewhere = load_config(path, overrides=[f"log.events={tmp_path}/all.jsonl"])
+    assert elsewhere.log.events == f"{tmp_path}/all.jsonl"
 
 
 def test_an_event_log_that_cannot_be_looked_up_says_why() -> None:
