@@ -1,9 +1,10 @@
 """The few Trio-private names that determinism needs; nothing else in dpkit may touch Trio's inside.
 
 Trio runs the tasks that are ready in one tick in an order it draws itself, so that nobody comes to
-rely on one. A sweep needs the same draw twice. Trio has a switch for that (it is there for
-Hypothesis): sort the ready tasks by age, then shuffle them with its own random source. Both are
-private, so they may move; whoever imports `dpkit.testing.sweep` learns it at once, by `self_test`.
+rely on one. A sweep needs the same draw twice, and an explorer each draw once. Trio has a switch
+for that (it is there for Hypothesis): sort the ready tasks by age, then shuffle them with its own
+random source. Both are private, so they may move; whoever imports `dpkit.testing.sweep` learns it
+at once, by `self_test`.
 Knows nothing of clocks: pair it with `trio.testing.MockClock`, or real time decides again.
 """
 
@@ -18,7 +19,9 @@ import trio
 from dpkit.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, MutableSequence
+
+    Arrange = Callable[[list[Any]], list[Any]]
 
 _SWITCH = "_ALLOW_DETERMINISTIC_SCHEDULING"
 _SOURCE = "_r"
@@ -67,6 +70,38 @@ def seeded_scheduler(seed: int) -> Iterator[None]:
         source.setstate(state)
 
 
+class _Oracle(random.Random):
+    """A random source whose only shuffle is the oracle's; all else is drawn as ever."""
+
+    def __init__(self, arrange: Arrange) -> None:
+        super().__init__(0)
+        self._arrange = arrange
+
+    def shuffle(self, x: MutableSequence[Any]) -> None:
+        x[:] = reversed(self._arrange(list(x)))  # Trio takes the next task from the end
+
+
+@contextmanager
+def oracle_scheduler(arrange: Arrange) -> Iterator[None]:
+    """Let `arrange` decide in which order Trio runs the tasks that are ready in one tick.
+
+    Args:
+        arrange: Given those tasks, the oldest first, returns them in the order in which they shall
+            run. Asked at every tick.
+
+    Resource and error handling are those of `seeded_scheduler`.
+    """
+    module = _scheduler()
+    source, switch = getattr(module, _SOURCE), getattr(module, _SWITCH)
+    setattr(module, _SOURCE, _Oracle(arrange))
+    setattr(module, _SWITCH, True)
+    try:
+        yield
+    finally:
+        setattr(module, _SWITCH, switch)
+        setattr(module, _SOURCE, source)
+
+
 def self_test() -> None:
     """Check that the names are there and, outside of a Trio run, that they still do their work.
 
@@ -81,9 +116,17 @@ def self_test() -> None:
         raise _moved("the same seed gave two orders")
     if orders[0] == orders[1]:
         raise _moved("two seeds gave the same order of sixteen tasks")
+    with oracle_scheduler(lambda tasks: tasks):
+        if _first_steps() != list(range(16)):
+            raise _moved("the tasks did not run in the order that was asked for")
 
 
 def _order(seed: int) -> list[int]:
+    with seeded_scheduler(seed):
+        return _first_steps()
+
+
+def _first_steps() -> list[int]:
     """The order in which sixteen tasks take their first step."""
     order: list[int] = []
 
@@ -96,6 +139,5 @@ def _order(seed: int) -> list[int]:
             for number in range(16):
                 nursery.start_soon(note, number)
 
-    with seeded_scheduler(seed):
-        trio.run(main)
+    trio.run(main)
     return order

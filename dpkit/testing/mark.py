@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import trio
 
+from dpkit.errors import InternalError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -79,6 +81,18 @@ class Mark(trio.abc.Instrument):
         """Cancel if the step that the target has just made is the one."""
         if task is self._task and self._open:
             self._pass(Mode.AFTER)
+
+    def verify(self) -> None:
+        """Check, after the run, that it came to the step it was made for.
+
+        Raises:
+            InternalError: it did not.
+        """
+        if not self.reached:
+            raise InternalError(
+                "the target never came to this step: the scenario marks none, or is not "
+                "deterministic"
+            )
 
     def _pass(self, mode: Mode) -> None:
         if (self.steps, mode) == self._case[1:]:

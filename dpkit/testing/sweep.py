@@ -18,17 +18,13 @@ Knows nothing of clusters: it sweeps any Trio program. Injects through Trio's pu
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from typing import TYPE_CHECKING, TypeVar
 
-import trio
-import trio.testing
 from attrs import frozen
 
 from dpkit._trio import seeded_scheduler, self_test
-from dpkit.errors import DpkitError, InternalError
 from dpkit.testing.mark import Case, Mark, Mode
+from dpkit.testing.runs import LIMIT, RunFailed, run_once, this_command
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -41,17 +37,13 @@ REPLAY = "DPKIT_SWEEP"
 self_test()
 
 
-class SweepFailed(DpkitError):  # noqa: N818 - reads as what happened
+class SweepFailed(RunFailed):
     """One case failed; `__cause__` is how, and the message is one line that replays it."""
 
+    tool = "sweep"
+
     def __init__(self, case: Case, error: BaseException) -> None:
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        command = shlex.join([sys.executable, *(["-m", "pytest", test] if test else sys.argv)])
-        leaf = error
-        while isinstance(leaf, BaseExceptionGroup):
-            leaf = leaf.exceptions[0]
-        what = " ".join(f"{type(leaf).__name__}: {leaf}".split())
-        super().__init__(f"sweep failed: {what[:200]}; replay: {REPLAY}={case} {command}")
+        super().__init__(this_command(REPLAY, case), error)
         self.case = case
 
 
@@ -70,7 +62,7 @@ def sweep(
     *,
     seeds: Iterable[int],
     check: Callable[[T], object],
-    limit: float = 3600.0,
+    limit: float = LIMIT,
 ) -> SweepStatistics:
     """Run a scenario once per seed, step and mode, cancelling its target there.
 
@@ -92,14 +84,15 @@ def sweep(
     for seed in seeds:
         steps = _run(scenario, check, limit, Case(seed, 0, Mode.NEVER)).steps
         most = max(most, steps)
-        cases = list(_cases(seed, steps))
+        cases = list(cases_of(seed, steps))
         for case in cases:
             _run(scenario, check, limit, case)
         runs += 1 + len(cases)
     return SweepStatistics(runs=runs, steps=most)
 
 
-def _cases(seed: int, steps: int) -> Iterator[Case]:
+def cases_of(seed: int, steps: int) -> Iterator[Case]:
+    """Every place at which a target of that many steps can be cancelled."""
     for step in range(steps + 1):
         yield Case(seed, step, Mode.BEFORE)
         if step < steps:  # in its last step the task leaves the block
@@ -113,24 +106,12 @@ def _run(
     case: Case,
 ) -> Mark:
     mark = Mark(case)
-    clock = trio.testing.MockClock(autojump_threshold=0)
     try:
-        with seeded_scheduler(case.seed):
-            result = trio.run(_main, scenario, mark, limit, clock=clock, instruments=[mark])
+        result = run_once(
+            scenario, mark, scheduler=seeded_scheduler(case.seed), limit=limit, instruments=[mark]
+        )
+        mark.verify()
         check(result)
     except Exception as error:
         raise SweepFailed(case, error) from error
     return mark
-
-
-async def _main(scenario: Callable[[Mark], Awaitable[T]], mark: Mark, limit: float) -> T:
-    tasks = trio.lowlevel.current_statistics().tasks_living
-    with trio.fail_after(limit):
-        result = await scenario(mark)
-    if left := trio.lowlevel.current_statistics().tasks_living - tasks:
-        raise InternalError(f"{left} tasks are left")
-    if not mark.reached:
-        raise InternalError(
-            "the target never came to this step: the scenario marks none, or is not deterministic"
-        )
-    return result

@@ -1,0 +1,59 @@
+"""A model around a model, and how a config names a model that exists already.
+
+What faulty, recording and failing models are made of. Knows nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dpkit.abc import Model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dpkit.abc import Tokenizer
+    from dpkit.messages import Batch, StepResult
+
+_numbers = itertools.count(1)
+
+
+class ModelWrapper(Model):
+    """Passes everything on; override what is to be different."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.spec = model.spec
+        vars(self)["inline"] = model.inline  # a fact of the class for others, of `model` for us
+
+    def tokenizer(self) -> Tokenizer:
+        """The wrapped model's."""
+        return self.model.tokenizer()
+
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
+        """Make the wrapped model's cache."""
+        return self.model.allocate(num_blocks=num_blocks, block_size=block_size)
+
+    def execute(self, batch: Batch, cache: Any) -> StepResult:
+        """Let the wrapped model compute the step."""
+        return self.model.execute(batch, cache)
+
+
+@contextmanager
+def named(model: Model) -> Iterator[str]:
+    """Give a model that exists a name by which a config finds it, while the block lasts.
+
+    The name goes where a config says ``model = ``; the model's arguments may so be anything that a
+    test has at hand.
+    """
+    name = f"model_{next(_numbers)}"
+    module = sys.modules[__name__]
+    members = {"__new__": lambda _: model, "inline": model.inline, "spec": model.spec}
+    setattr(module, name, type(name, (Model,), members))
+    try:
+        yield f"{__name__}:{name}"
+    finally:
+        delattr(module, name)
