@@ -1,21 +1,18 @@
-"""The client: places requests on engines, hands out streams, and never loses count.
+"""The client: prompts in, streams out, and never a lost count.
 
-Pick and charge are one synchronous step; the release goes through the object that was charged, at
-the moment the engine reports the end or the reader leaves, whichever is first. Owns one dispatch
-(ledger, view, policy) and the table of live streams. Knows engines only as links.
+What users hold. Makes requests (`dpkit.nursery.requests`) and hands out streams
+(`dpkit.nursery.stream`); what becomes of a request between the two is kept by
+`dpkit.nursery.flights`. Knows no engine.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Unpack
 
-import trio
 from attrs import frozen
 
-from dpkit.errors import ClusterClosed, RequestRejected
-from dpkit.messages import EngineOutput
-from dpkit.names import FinishReason
-from dpkit.nursery.inbox import duplicate
+from dpkit.errors import RequestRejected
+from dpkit.names import Cause
 from dpkit.nursery.requests import RequestMaker
 from dpkit.nursery.stream import OutputStream
 
@@ -23,26 +20,43 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Mapping
 
-    from dpkit.abc import EngineLink, Tokenizer
-    from dpkit.balancer.dispatch import EarlyDispatch, Placement
+    from dpkit.abc import Tokenizer
     from dpkit.balancer.ledger import Ledger
-    from dpkit.messages import Completion, EngineId, SamplingParams, Snapshot
+    from dpkit.messages import Completion, EngineId, SamplingParams
+    from dpkit.nursery.flights import Flights
     from dpkit.nursery.requests import Prompt, RequestOptions
+
+_LEFT = (Cause.CLIENT, Cause.DRAIN, Cause.SHUTDOWN)
 
 
 @frozen(kw_only=True)
 class ClientStatistics:
-    """Counts since the client was made, but for `inflight`, which is now."""
+    """Counts since the client was made, but for `inflight` and `queued`, which are now."""
 
     inflight: Mapping[EngineId, int]
     """Unfinished requests of this client on each engine."""
+    queued: int
+    """Requests that wait for a place."""
     started: int
-    finished: int
-    """Ended by their engine (stop, length or error) or by a stop string."""
-    aborted: int
-    """Left by their reader, or by the cluster's end, before they were finished."""
+    """Requests admitted."""
+    causes: Mapping[Cause, int]
+    """Requests ended, by cause; each is counted once."""
+    retried: int
+    """Placed anew after their engine was lost before it had delivered anything."""
+    resumed: int
+    """Continued on another engine, after their tokens so far."""
     late_outputs: int
     """Outputs that arrived after the release, or from another life of an engine; dropped."""
+
+    @property
+    def finished(self) -> int:
+        """Ended by themselves: stop, length, or an error."""
+        return sum(count for cause, count in self.causes.items() if cause not in _LEFT)
+
+    @property
+    def aborted(self) -> int:
+        """Left by their reader, or by the cluster's end, before they were finished."""
+        return sum(self.causes.get(cause, 0) for cause in _LEFT)
 
 
 class Client:
@@ -52,25 +66,17 @@ class Client:
         self,
         *,
         ledger: Ledger,
-        dispatch: EarlyDispatch,
+        flights: Flights,
         tokenizer: Tokenizer,
         rng: random.Random,
         prefix: str,
     ) -> None:
         self._ledger = ledger
-        self._dispatch = dispatch
+        self._flights = flights
         self._maker = RequestMaker(tokenizer, rng, prefix)
-        self._links: dict[EngineId, EngineLink] = {}
-        self._inflight: dict[str, tuple[OutputStream, Placement]] = {}
-        self._closed = False
-        self._started = self._finished = self._aborted = self._late_outputs = 0
 
     def __repr__(self) -> str:
-        return f"<Client: {len(self._inflight)} in flight, {'closed' if self._closed else 'open'}>"
-
-    def add_link(self, link: EngineLink) -> None:
-        """Make an engine reachable; the dispatch decides whether it is picked."""
-        self._links[link.engine] = link
+        return f"<Client: {self._flights.placed} in flight, {self._flights.queued} queued>"
 
     def generate(
         self,
@@ -112,7 +118,7 @@ class Client:
         give; the seeds of the others follow from its seed. Arguments and errors as for `generate`.
         """
         asked = self._maker.make(prompt, sampling, options)
-        return tuple(OutputStream(self, each.request, each.transcript) for each in asked)
+        return tuple(OutputStream(self._flights, each.request, each.transcript) for each in asked)
 
     async def complete(
         self,
@@ -145,118 +151,31 @@ class Client:
 
     def statistics(self) -> ClientStatistics:
         """Counts of this client; never waits."""
+        flights = self._flights
         return ClientStatistics(
             inflight=self._ledger.statistics().by_engine,
-            started=self._started,
-            finished=self._finished,
-            aborted=self._aborted,
-            late_outputs=self._late_outputs,
+            queued=flights.queued,
+            started=flights.started,
+            causes=dict(flights.causes),
+            retried=flights.retried,
+            resumed=flights.resumed,
+            late_outputs=flights.late_outputs,
         )
 
     def audit(self) -> tuple[str, ...]:
         """Every contradiction in this client's books, in words; empty when they agree."""
-        charged = sum(self._ledger.statistics().by_engine.values())
-        ended = self._finished + self._aborted
-        problems = list(self._ledger.audit())
-        if charged != len(self._inflight):
-            problems.append(f"{charged} requests are charged, {len(self._inflight)} have a stream")
-        if self._started != ended + len(self._inflight):
+        flights, problems = self._flights, list(self._ledger.audit())
+        charged, ended = self._ledger.statistics().inflight, flights.causes.total()
+        if charged != flights.placed:
+            problems.append(f"{charged} requests are charged, {flights.placed} are on engines")
+        if flights.started != ended + len(flights):
             problems.append(
-                f"{self._started} requests were started, {ended} have ended, "
-                f"{len(self._inflight)} are in flight"
+                f"{flights.started} requests were started, {ended} have ended, "
+                f"{len(flights)} are under way"
             )
         return tuple(problems)
 
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        """Take the coordinator's newest snapshot."""
-        self._dispatch.on_snapshot(snapshot)
 
-    @trio.lowlevel.enable_ki_protection
-    def begin(self, stream: OutputStream) -> Placement:
-        """Pick, charge, submit, register: one synchronous step, undone as a whole if it fails.
-
-        Called by the stream; users enter the stream.
-        """
-        request = stream.request
-        if self._closed:
-            raise _closed(request.request_id)
-        if request.request_id in self._inflight:
-            raise duplicate(request.request_id)
-        placement = self._dispatch.place(request)
-        # Registered before it is sent: an engine may answer before `submit` returns.
-        self._inflight[request.request_id] = (stream, placement)
-        try:
-            self._links[placement.engine].submit(request)
-        except BaseException:
-            self._release(placement)
-            raise
-        self._started += 1
-        return placement
-
-    @trio.lowlevel.enable_ki_protection
-    def deliver(self, engine: EngineId, output: EngineOutput) -> None:
-        """Route one output to its stream; called by links, on Trio's thread, never blocks."""
-        stream, placement = self._inflight.get(output.request_id, (None, None))
-        if stream is None or placement is None or placement.engine != engine:
-            self._late_outputs += 1
-            return
-        if output.finish_reason is not None:
-            self._finished += 1
-            self._release(placement)
-        stream.deliver(output)
-
-    @trio.lowlevel.enable_ki_protection
-    def end(self, stream: OutputStream) -> None:
-        """Leave a stream: abort it if its engine has not ended it yet. Idempotent.
-
-        Called by the stream; users leave its block.
-        """
-        self._aborted += self._drop(stream)
-
-    @trio.lowlevel.enable_ki_protection
-    def finish(self, stream: OutputStream) -> None:
-        """End a stream that has all it wanted, if its engine has not. Idempotent.
-
-        Called by the stream: only it sees a stop string.
-        """
-        self._finished += self._drop(stream)
-
-    def _drop(self, stream: OutputStream) -> bool:
-        """Abort and release a request; whether it was in flight."""
-        inflight, placement = self._inflight.get(stream.request_id, (None, None))
-        if inflight is not stream or placement is None:
-            return False
-        self._links[placement.engine].abort(stream.request_id)
-        self._release(placement)
-        return True
-
-    @trio.lowlevel.enable_ki_protection
-    def close(self) -> None:
-        """Refuse new requests, abort those in flight; their readers get `ClusterClosed`."""
-        self._closed = True
-        for stream, _ in list(self._inflight.values()):
-            self.end(stream)
-            stream.deliver(
-                EngineOutput(
-                    request_id=stream.request_id,
-                    finish_reason=FinishReason.ABORT,
-                    error=_closed(stream.request_id),
-                )
-            )
-
-    def _release(self, placement: Placement) -> None:
-        self._inflight.pop(placement.request.request_id, None)
-        self._dispatch.release(placement)
-
-
-@trio.lowlevel.enable_ki_protection  # all of them or Ctrl-C, not some
 def _close(streams: Iterable[OutputStream]) -> None:
     for stream in streams:
         stream.close()
-
-
-def _closed(request_id: str) -> ClusterClosed:
-    return ClusterClosed(
-        f"request {request_id}: the cluster is closed; make requests inside its `async with` block",
-        request_id=request_id,
-    )

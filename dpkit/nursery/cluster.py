@@ -1,18 +1,20 @@
 """`open_cluster`: the nursery tree of a config, from model loading to the last block freed.
 
-Builds and wires; decides nothing. The tree::
+Wires and answers; decides nothing. The tree::
 
     caller's task ── async with open_cluster(config)
     ├─ services, shielded from birth, stopped after the body
     │   ├─ coordinator
-    │   └─ engine NAME-0, NAME-1, …   each drives one EngineCore, on a thread if it needs one
+    │   ├─ supervisor NAME-0, NAME-1, …   one life of the engine after the other
+    │   └─ timers: deadlines, ejections
     └─ body: your code; a request spawns nothing
 """
 
 from __future__ import annotations
 
-import os
-import random
+import itertools
+import logging
+import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -20,47 +22,39 @@ import trio
 from attrs import frozen
 
 from dpkit.balancer.coordinator import CoordinatorRules
-from dpkit.balancer.dispatch import EarlyDispatch
-from dpkit.balancer.ledger import Ledger
-from dpkit.balancer.policies import load_policy
-from dpkit.balancer.view import LoadView
+from dpkit.balancer.health import Health
 from dpkit.config.load import load_config
 from dpkit.config.schema import Config
-from dpkit.engine.core import EngineCore
-from dpkit.engine.limits import resolve_limits
-from dpkit.engine.models import load_model, loads_at_once
-from dpkit.engine.publish import PublishGate
-from dpkit.errors import ClusterFailed, ClusterNotStarted, InternalError
-from dpkit.link.local import LocalLink
-from dpkit.messages import EngineId
-from dpkit.nursery.busyloop import BusyLoop
-from dpkit.nursery.client import Client
+from dpkit.errors import (
+    ClusterClosed,
+    ClusterFailed,
+    ClusterNotStarted,
+    Draining,
+    InternalError,
+)
+from dpkit.names import Cause, EngineState, Strategy
+from dpkit.nursery.build import Builder, load_models, restarts
 from dpkit.nursery.coordinator import run_coordinator
+from dpkit.nursery.events import EventKind, EventLog
 from dpkit.nursery.fanin import StatsFanIn
-from dpkit.nursery.inbox import Inbox
+from dpkit.nursery.membership import Membership
 from dpkit.nursery.services import open_services
+from dpkit.nursery.supervisor import Observer, supervise
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from dpkit.abc import Model, Tokenizer
     from dpkit.balancer.coordinator import CoordinatorStatistics
     from dpkit.config.schema import EngineGroupConfig
-    from dpkit.engine.core import EngineCoreStatistics
     from dpkit.messages import Snapshot
-    from dpkit.nursery.client import ClientStatistics
+    from dpkit.nursery.build import Models
+    from dpkit.nursery.client import Client, ClientStatistics
     from dpkit.nursery.fanin import FanInStatistics
     from dpkit.nursery.services import Services
+    from dpkit.nursery.slot import EngineSlot, EngineStatistics
 
-
-@frozen(kw_only=True)
-class EngineStatistics:
-    """One engine at one moment."""
-
-    engine: EngineId
-    model: str
-    core: EngineCoreStatistics
+_log = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
@@ -73,45 +67,44 @@ class ClusterStatistics:
     fanin: FanInStatistics
 
 
-class Cluster:
+class Cluster(Observer):
     """A running cluster; made by `open_cluster`."""
 
-    def __init__(self, config: Config, models: dict[str, Model], *, clients: int) -> None:
+    def __init__(self, config: Config, models: Models, *, clients: int) -> None:
         self.config = config
-        self.started = False
-        self._fanin = StatsFanIn(ordered=config.coordinator.wave_coordination)
-        self._models: list[str] = []
-        self._loops: list[BusyLoop] = []
-        for group in config.engines:
-            for rank in range(group.count):
-                self._models.append(group.model)
-                self._loops.append(self._engine(group, rank, models[group.model]))
+        self.events = EventLog()
+        """What happened: engines that come and go, requests that end."""
+        self._started = self._closed = False
         self._rules = CoordinatorRules(
-            len(self._loops),
+            sum(group.count for group in config.engines),
             now=trio.current_time(),
             interval=config.coordinator.interval,
             wave_coordination=config.coordinator.wave_coordination,
         )
-        tokenizer = models[config.engines[0].model].tokenizer()
-        self.clients: Sequence[Client] = tuple(
-            self._client(index, clients, tokenizer) for index in range(clients)
-        )
+        self._fanin = StatsFanIn(ordered=config.coordinator.wave_coordination)
+        self._membership = Membership(Health(config.balancer), self._rules)
+        self._builder = Builder(config, models, self._membership, self._fanin, self.events)
+        self._groups = self._build_groups()
+        made = [self._builder.client(index, clients) for index in range(clients)]
+        self.clients: Sequence[Client] = tuple(client for client, _ in made)
+        self._flights = tuple(flights for _, flights in made)
 
     def __repr__(self) -> str:
-        return f"<Cluster {self.config.cluster.name}: {', '.join(map(repr, self._loops))}>"
+        return f"<Cluster {self.config.cluster.name}: {', '.join(map(repr, self._slots))}>"
 
     @property
     def client(self) -> Client:
         """The first client: the only one, unless `open_cluster` was asked for more."""
         return self.clients[0]
 
+    @property
+    def _slots(self) -> list[EngineSlot]:
+        return [slot for _, slots in self._groups for slot in slots]
+
     def statistics(self) -> ClusterStatistics:
         """All counts, now; never waits, and still answers after the cluster is closed."""
         return ClusterStatistics(
-            engines=tuple(
-                EngineStatistics(engine=loop.engine, model=model, core=loop.core.statistics())
-                for loop, model in zip(self._loops, self._models, strict=True)
-            ),
+            engines=tuple(slot.statistics() for slot in self._slots),
             clients=tuple(client.statistics() for client in self.clients),
             coordinator=self._rules.statistics(),
             fanin=self._fanin.statistics(),
@@ -123,88 +116,106 @@ class Cluster:
         Walks through all blocks: for tests and for when something looks wrong.
         """
         problems = [problem for client in self.clients for problem in client.audit()]
-        for loop in self._loops:
+        for slot in self._slots:
             try:
-                loop.core.check()
+                slot.loop.core.check()
             except InternalError as error:
-                problems.append(f"engine {loop.engine}: {error}")
+                problems.append(f"engine {slot.engine}: {error}")
         return tuple(problems)
 
+    async def wait_ready(self) -> None:
+        """Wait until every engine serves or has been given up."""
+        for slot in self._slots:
+            await slot.settled.wait()
+
+    async def drain(self, deadline: float = math.inf) -> None:
+        """Admit no more requests, and wait until those under way have ended.
+
+        Args:
+            deadline: When those still under way are aborted, on Trio's clock; their cause is
+                `drain`.
+        """
+        self.events.emit(EventKind.DRAINING)
+        for flights in self._flights:
+            flights.refuse(Draining)
+        with trio.move_on_at(deadline):
+            for flights in self._flights:
+                await flights.wait_idle()
+        for flights in self._flights:
+            flights.abort_all(Cause.DRAIN)
+
+    # The other half of `open_cluster`.
+
     def start(self, services: Services) -> None:
-        """Start the coordinator and all engines; called once, by `open_cluster`."""
+        """Start the coordinator, the timers and all engines."""
         services.stop_with(self._stop)
         services.start_soon(
             run_coordinator, self._rules, self._fanin, self._tell, name="coordinator"
         )
-        for loop in self._loops:
-            services.start_soon(loop.run, name=f"engine {loop.engine}")
+        services.start_soon(self._membership.keep_time, name="ejection timer")
+        for flights in self._flights:
+            services.start_soon(flights.keep_time, name="deadline timer")
+        for group, slots in self._groups:
+            together = group.supervision.strategy is Strategy.ONE_FOR_ALL
+            for team in [slots] if together else [[slot] for slot in slots]:
+                names = ", ".join(slot.name for slot in team)
+                services.start_soon(self._supervise, group, team, name=f"engine {names}")
+
+    def begin(self) -> None:
+        """The body begins."""
+        self._started = True
 
     def close(self) -> None:
         """Refuse new requests and abort those in flight; done at the end of `open_cluster`."""
-        for client in self.clients:
-            client.close()
+        self._closed = True
+        for flights in self._flights:
+            flights.refuse(ClusterClosed)
+            flights.abort_all(Cause.SHUTDOWN)
 
     def failure(self, message: str) -> ClusterFailed:
         """What `open_cluster` raises when a service failed with `message`."""
-        return ClusterFailed(message) if self.started else ClusterNotStarted(message)
+        return ClusterFailed(message) if self._started else ClusterNotStarted(message)
 
-    async def wait_ready(self) -> None:
-        """Wait until every engine has allocated its KV cache and serves."""
-        for loop in self._loops:
-            await loop.ready.wait()
+    def failed(self, name: str, life: int, error: Exception) -> None:
+        """An engine's life was lost; the supervisor goes on."""
+        _log.warning("engine %s, life %d, was lost: %r", name, life, error)
 
-    def _engine(self, group: EngineGroupConfig, rank: int, model: Model) -> BusyLoop:
-        limits = resolve_limits(
-            model.spec,
-            max_num_seqs=group.scheduler.max_num_seqs,
-            max_num_batched_tokens=group.scheduler.max_num_batched_tokens,
-            block_size=group.kv.block_size,
-            num_blocks=group.kv.num_blocks,
-            memory=group.kv.memory,
-            prefix_cache=group.kv.prefix_cache,
+    def gave_up(self, name: str, error: Exception) -> None:
+        """An engine will not be restarted any more."""
+        _log.error("engine %s is down, restarted too often: %r", name, error)
+        next(slot for slot in self._slots if slot.name == name).give_up(error)
+
+    async def _supervise(self, group: EngineGroupConfig, team: Sequence[EngineSlot]) -> None:
+        await supervise(
+            {slot.name: slot.live for slot in team},
+            restarts(group),
+            rng=self._builder.rng(f"restarts of {team[0].name}"),
+            observer=self,
         )
-        coordinator = self.config.coordinator
-        return BusyLoop(
-            engine=EngineId(f"{group.name}-{rank}"),
-            index=len(self._loops),
-            model=model,
-            core=EngineCore(model, limits=limits, eos_token_ids=model.spec.eos_token_ids),
-            inbox=Inbox(),
-            publish=self._fanin.publish if coordinator.publish else None,
-            gate=PublishGate(coordinator.kv_publish_delta),
-        )
-
-    def _client(self, index: int, count: int, tokenizer: Tokenizer) -> Client:
-        ledger = Ledger()
-        view = LoadView(
-            [loop.engine for loop in self._loops], ledger, client_index=index, client_count=count
-        )
-        policy = load_policy(self.config.balancer.policy, rng=self._rng(f"{index}/policy"))
-        client = Client(
-            ledger=ledger,
-            dispatch=EarlyDispatch(ledger, view, policy),
-            tokenizer=tokenizer,
-            rng=self._rng(f"{index}"),
-            prefix=f"{self.config.cluster.name}-{index}",
-        )
-        for loop in self._loops:
-            client.add_link(LocalLink(loop.engine, loop.inbox, client.deliver))
-        return client
-
-    def _rng(self, use: str) -> random.Random:
-        """A stream for each use: what one draws changes nothing for the others."""
-        seed = self.config.cluster.seed
-        return random.Random(None if seed is None else f"{seed}/{use}")  # noqa: S311 - no secrets
-
-    def _tell(self, snapshot: Snapshot) -> None:
-        for client in self.clients:
-            client.on_snapshot(snapshot)
+        left = sum(slot.state is not EngineState.DOWN for slot in self._slots)
+        if not self._closed and left < self.config.cluster.min_ready:
+            raise next(slot.last_error for slot in team if slot.last_error is not None)
 
     async def _stop(self) -> None:
-        """Let every engine finish what is left, last started first."""
-        for loop in reversed(self._loops):
-            loop.inbox.close()
-            await loop.ended.wait()
+        """Let every engine finish what is left, last started first; let go of those that hang."""
+        try:
+            for slot in reversed(self._slots):
+                slot.close()
+                await slot.loop.ended.wait()
+        finally:
+            for slot in self._slots:
+                slot.abandon()
+
+    def _tell(self, snapshot: Snapshot) -> None:
+        for flights in self._flights:
+            flights.on_snapshot(snapshot)
+
+    def _build_groups(self) -> list[tuple[EngineGroupConfig, list[EngineSlot]]]:
+        ranks = itertools.count()
+        return [
+            (group, [self._builder.slot(group, n, next(ranks)) for n in range(group.count)])
+            for group in self.config.engines
+        ]
 
 
 @asynccontextmanager
@@ -217,47 +228,25 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
         clients: How many independent clients the cluster has, each with its own balancer.
 
     Resource handling:
-        All engines are ready when the block begins. When it ends, requests still in flight are
-        aborted, engines free their blocks, and every task and thread is gone, within
-        ``cluster.grace`` seconds plus one step: a step of a local engine cannot be interrupted.
+        Every engine is ready, or was given up, when the block begins. When it ends, requests still
+        under way are aborted, engines free their blocks, and every task and thread is gone within
+        ``cluster.grace`` seconds; only a step that hangs in a thread leaves that thread behind.
 
     Error handling:
-        ConfigError, ModelNotFound, ModelUnsupported: raised before any engine starts.
-        ClusterFailed: an engine or the coordinator died; the body was cancelled, the first error
-        is the cause. ClusterNotStarted: likewise, before the body began. What the body raises
-        comes out bare and unchanged.
+        ConfigError, ModelNotFound, ModelUnsupported: raised before any engine starts. An engine
+        that dies is restarted; its requests go elsewhere or get `EngineLost`. ClusterFailed: fewer
+        engines than ``cluster.min_ready`` are left, or the coordinator died; the body was
+        cancelled, the first error is the cause. ClusterNotStarted: likewise, before the body
+        began. What the body raises comes out bare and unchanged.
     """
     if not isinstance(config, Config):
         config = load_config(config)
-    models = await _load_models(config)
-    cluster = Cluster(config, models, clients=clients)
+    cluster = Cluster(config, await load_models(config), clients=clients)
     async with open_services(grace=config.cluster.grace, failure=cluster.failure) as services:
         cluster.start(services)
         try:
             await cluster.wait_ready()
-            cluster.started = True
+            cluster.begin()
             yield cluster
         finally:
             cluster.close()
-
-
-async def _load_models(config: Config) -> dict[str, Model]:
-    """Load each model once, however many groups and engines use it."""
-    models: dict[str, Model] = {}
-    for name in dict.fromkeys(group.model for group in config.engines):
-        # Weights take seconds, hence the thread. But while one works, a virtual clock sees nothing
-        # to wait for and jumps to the next deadline: what is simulated must use none.
-        if loads_at_once(name):
-            models[name] = load_model(name)
-        else:
-            models[name] = await trio.to_thread.run_sync(load_model, name)
-    _share_cores(config, models)
-    return models
-
-
-def _share_cores(config: Config, models: Mapping[str, Model]) -> None:
-    """Let the engines that compute have the cores of this process, each as many."""
-    computing = [model for model in models.values() if not model.inline]
-    engines = sum(group.count for group in config.engines if models[group.model] in computing)
-    for model in computing:
-        model.threads_per_engine = max(1, len(os.sched_getaffinity(0)) // engines)

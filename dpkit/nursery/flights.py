@@ -1,9 +1,9 @@
 """Every request of one client, from admission to its one terminal event.
 
-One synchronous state machine: queued, placed, ended. Whatever happens (an engine's output, a lost
-engine, a reader that leaves, a deadline, a drain) is one call that changes all the books at once and
-returns; the only thing a request ever waits for is its place, in its own task. Knows engines only
-as links, and nothing of sockets, prompts or text.
+One synchronous state machine: queued, placed, ended. Whatever happens (an output, a lost engine, a
+reader that leaves, a deadline, a drain) is one call that changes all the books at once and returns;
+the only thing a request ever waits for is its place, in its own task. Knows engines only as links,
+and nothing of prompts or text.
 """
 
 from __future__ import annotations
@@ -25,18 +25,15 @@ from dpkit.errors import (
     Overloaded,
     RequestRejected,
 )
-from dpkit.messages import EngineOutput
 from dpkit.names import Cause, FinishReason
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.inbox import duplicate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dpkit.abc import EngineLink
     from dpkit.balancer.admission import Ticket
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
-    from dpkit.messages import EngineId, GenerateRequest
+    from dpkit.messages import EngineId, EngineOutput, GenerateRequest, Snapshot
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.membership import Membership
     from dpkit.nursery.stream import OutputStream
@@ -85,6 +82,8 @@ class Flights:
     ) -> None:
         self.causes: Counter[Cause] = Counter()
         """Requests ended, by cause; each is counted once."""
+        self.placed = 0
+        """Requests on engines, now."""
         self.started = self.retried = self.resumed = self.late_outputs = 0
         self._dispatch = dispatch
         self._limits = limits
@@ -92,7 +91,8 @@ class Flights:
         self._events = events
         self._links: dict[EngineId, EngineLink] = {}
         self._flights: dict[str, Flight] = {}
-        self._queue = AdmissionQueue(limits.max_queued)
+        self._queue = AdmissionQueue(limits.max_queued, patience=limits.queue_timeout)
+        self._away: dict[str, dict[str, Flight]] = {}  # pinned to engines that are not here now
         self._deadlines = Deadlines()
         self._refusal: type[DpkitError] | None = None
         self._timer = trio.lowlevel.ParkingLot()
@@ -102,14 +102,9 @@ class Flights:
         return len(self._flights)
 
     @property
-    def placed(self) -> int:
-        """Requests on engines."""
-        return len(self._flights) - len(self._queue)
-
-    @property
     def queued(self) -> int:
         """Requests that wait for a place."""
-        return len(self._queue)
+        return len(self._flights) - self.placed
 
     # Engines come and go.
 
@@ -117,14 +112,19 @@ class Flights:
         """Make a life of an engine reachable."""
         self._links[link.engine] = link
 
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        """Take the coordinator's newest snapshot."""
+        self._dispatch.on_snapshot(snapshot)
+
     def disconnect(self, engine: EngineId) -> None:
         """Forget a life of an engine; its requests have been told."""
         self._links.pop(engine, None)
 
     def offer(self, engine: EngineId, rank: int) -> None:
-        """Let the policy pick an engine; whoever waits for a place may go there."""
+        """Let the policy pick an engine; `fill` when all clients know."""
         self._dispatch.add(engine, rank)
-        self._fill()
+        for flight in self._away.pop(engine.name, {}).values():
+            self._enqueue(flight, front=True)
 
     def withdraw(self, engine: EngineId) -> None:
         """Let the policy pick an engine no more; what it holds is not touched."""
@@ -155,7 +155,7 @@ class Flights:
         self._enqueue(flight)
         self._flights[request.request_id] = flight
         self.started += 1
-        self._fill()
+        self.fill()
         self._set_alarm(flight)
 
     @trio.lowlevel.enable_ki_protection
@@ -173,19 +173,21 @@ class Flights:
         if output.finish_reason is not None:
             self._conclude(flight, output.finish_reason, _cause(output))
         flight.stream.deliver(output)
-        self._fill()
+        self.fill()
 
     @trio.lowlevel.enable_ki_protection
     def end(self, stream: OutputStream) -> None:
         """Leave a stream: withdraw or abort its request if it is unfinished. Idempotent."""
         if (flight := self._flights.get(stream.request_id)) and flight.stream is stream:
             self._stop(flight, FinishReason.ABORT, Cause.CLIENT)
+            self.fill()
 
     @trio.lowlevel.enable_ki_protection
     def finish(self, stream: OutputStream) -> None:
         """End a stream that has all it wanted: only it sees a stop string. Idempotent."""
         if (flight := self._flights.get(stream.request_id)) and flight.stream is stream:
             self._stop(flight, FinishReason.STOP, Cause.STOP)
+            self.fill()
 
     # The end of many at once.
 
@@ -211,12 +213,13 @@ class Flights:
     async def keep_time(self) -> None:
         """End requests at their deadlines and queue time-outs; a service task, until cancelled."""
         while True:
-            with trio.move_on_at(self._deadlines.next() or float("inf")):
+            alarm = self._deadlines.next()
+            with trio.move_on_at(float("inf") if alarm is None else alarm):
                 await self._timer.park()
             now = trio.current_time()
             for request_id in self._deadlines.expired(now):
-                if flight := self._flights.get(request_id):
-                    self._expire(flight, now)
+                self._expire(self._flights[request_id], now)
+            self.fill()
 
     def _expire(self, flight: Flight, now: float) -> None:
         request = flight.request
@@ -244,7 +247,7 @@ class Flights:
         deadline = flight.request.deadline
         alarm = min(
             float("inf") if deadline is None else deadline,
-            float("inf") if flight.ticket is None else flight.times_out_at,
+            float("inf") if flight.placement is not None else flight.times_out_at,
         )
         if alarm == float("inf"):
             return
@@ -266,12 +269,19 @@ class Flights:
         now = trio.current_time()
         flight.ticket = self._queue.put_front(entry) if front else self._queue.put(entry, now)
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Place whoever is next in line, for as long as there is room."""
         while self._queue and self._has_room():
-            flight = self._flights[self._queue.pop(trio.current_time()).request_id]
+            now = trio.current_time()
+            flight = self._flights[self._queue.pop(now).request_id]
             flight.ticket = None
-            self._place(flight)
+            pin, deadline = flight.request.engine, flight.request.deadline
+            if deadline is not None and now >= deadline:
+                self._expire(flight, now)  # before it wastes a step
+            elif self._dispatch.has_room(pin):
+                self._place(flight)
+            else:  # it must not keep others waiting that may go anywhere
+                self._away.setdefault(str(pin), {})[flight.request.request_id] = flight
 
     def _has_room(self) -> bool:
         bound = self._limits.max_inflight
@@ -280,6 +290,7 @@ class Flights:
     def _place(self, flight: Flight) -> None:
         try:
             flight.placement = self._dispatch.place(flight.request)
+            self.placed += 1
             self._links[flight.placement.engine].submit(flight.request)
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
@@ -290,7 +301,7 @@ class Flights:
             self._membership.on_placed(flight.placement.engine)
 
     def _try_elsewhere(self, flight: Flight) -> bool:
-        """Place a request of a lost engine anew, if it may be; the engine is no candidate by now."""
+        """Place a request of a lost engine anew, if it may be; that engine is no candidate now."""
         request, resume = flight.request, flight.request.resume or self._limits.resume
         if not flight.retries_left or request.engine is not None or self._refusal is ClusterClosed:
             return False
@@ -307,7 +318,7 @@ class Flights:
         kind = EventKind.REQUEST_RESUMED if flight.delivered else EventKind.REQUEST_RETRIED
         self._events.emit(kind, request_id=request.request_id)
         self._enqueue(flight, front=True)
-        self._fill()
+        self.fill()
         self._set_alarm(flight)
         return True
 
@@ -318,11 +329,8 @@ class Flights:
         if flight.placement is not None and (link := self._links.get(flight.placement.engine)):
             link.abort(flight.request.request_id)
         self._conclude(flight, reason, cause)
-        self._fill()
 
-    def _fail(
-        self, flight: Flight, reason: FinishReason, cause: Cause, error: Exception
-    ) -> None:
+    def _fail(self, flight: Flight, reason: FinishReason, cause: Cause, error: Exception) -> None:
         self._stop(flight, reason, cause)
         flight.stream.fail(reason, error)
 
@@ -343,14 +351,22 @@ class Flights:
     def _leave_engine(self, flight: Flight) -> None:
         if flight.placement is not None:
             placement, flight.placement = flight.placement, None
+            self.placed -= 1
             self._dispatch.release(placement)
+
+    def _leave_queue(self, flight: Flight) -> None:
+        if flight.ticket is not None:
+            self._queue.withdraw(flight.ticket)
+        elif away := self._away.get(str(flight.request.engine)):
+            away.pop(flight.request.request_id, None)
 
     def _conclude(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
         """The one terminal event of a request."""
         engine = flight.placement.engine if flight.placement else None
         self._leave_engine(flight)
-        if flight.ticket is not None:
-            self._queue.withdraw(flight.ticket)
+        if engine is not None and not flight.delivered:
+            self._membership.on_inconclusive(engine)
+        self._leave_queue(flight)
         del self._flights[flight.request.request_id]
         self._deadlines.discard(flight.request.request_id)
         self.causes[cause] += 1
@@ -379,4 +395,4 @@ def _cause(output: EngineOutput) -> Cause:
     """Why an engine ended a request."""
     if output.finish_reason is FinishReason.ERROR:
         return Cause.REFUSED if isinstance(output.error, RequestRejected) else Cause.ENGINE_LOST
-    return Cause(output.finish_reason)
+    return Cause.LENGTH if output.finish_reason is FinishReason.LENGTH else Cause.STOP

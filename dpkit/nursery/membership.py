@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from dpkit.abc import EngineLink
+    from dpkit.balancer.coordinator import CoordinatorRules
     from dpkit.balancer.health import Health
     from dpkit.messages import EngineId
     from dpkit.nursery.flights import Flights
@@ -27,10 +28,12 @@ class Membership:
 
     Args:
         health: Says who may be picked; told of every loss and success.
+        rules: The coordinator's; told who left, so that nobody hears of the dead's loads.
     """
 
-    def __init__(self, health: Health) -> None:
+    def __init__(self, health: Health, rules: CoordinatorRules) -> None:
         self._health = health
+        self._rules = rules
         self._clients: list[Flights] = []
         self._ranks: dict[EngineId, int] = {}
         self._offered: set[EngineId] = set()
@@ -71,13 +74,18 @@ class Membership:
             flights.disconnect(engine)
 
     def on_placed(self, engine: EngineId) -> None:
-        """A request went there: if it is a probe, it is the only one."""
+        """A request went there: if it is a probe, it is the only one, of all clients'."""
         if self._health.on_placed(engine):
-            self._refresh()
+            self._withdraw(engine)
 
     def on_success(self, engine: EngineId) -> None:
         """A request got its first token there: if it was a probe, the engine is well."""
         if self._health.on_success(engine):
+            self._refresh()
+
+    def on_inconclusive(self, engine: EngineId) -> None:
+        """A request ended there before its first token, by no fault of the engine's."""
+        if self._health.on_inconclusive(engine):
             self._refresh()
 
     async def keep_time(self) -> None:
@@ -89,15 +97,24 @@ class Membership:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Bring every client's view in line with health, losses before gains."""
+        """Bring every client's view in line with health, then let each place who waits.
+
+        All views first: a client that places its requests may send the one probe that an engine on
+        probation gets, which takes it out of the views of those that come after.
+        """
         now = trio.current_time()
         pickable = {engine for engine in self._ranks if self._health.may_pick(engine, now)}
         for engine in sorted(self._offered - pickable):
-            self._offered.discard(engine)
-            for flights in self._clients:
-                flights.withdraw(engine)
+            self._withdraw(engine)
         for engine in sorted(pickable - self._offered, key=self._ranks.__getitem__):
             self._offered.add(engine)
             for flights in self._clients:
                 flights.offer(engine, self._ranks[engine])
+        for flights in self._clients:
+            flights.fill()
         self._timer.unpark_all()
+
+    def _withdraw(self, engine: EngineId) -> None:
+        self._offered.discard(engine)
+        for flights in self._clients:
+            flights.withdraw(engine)

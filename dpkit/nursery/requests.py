@@ -9,6 +9,7 @@ import hashlib
 import itertools
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import trio
 from attrs import evolve, frozen
 
 from dpkit.errors import RequestRejected
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RequestOptions(TypedDict, total=False):
-    """Keywords of `Client.generate`; all but the first three are fields of `SamplingParams`."""
+    """Keywords of `Client.generate`; the last ones are fields of `SamplingParams`."""
 
     request_id: str | None
     """Shown in errors and statistics; made up when left out."""
@@ -33,6 +34,14 @@ class RequestOptions(TypedDict, total=False):
     """Pins the request to the engine of this name."""
     cache_salt: str
     """Requests with different salts never share cached blocks."""
+    timeout: float | None
+    """Seconds from now within which the request must end, queue and retries included."""
+    priority: int
+    """Lower goes first when requests queue."""
+    tenant: str | None
+    """Whose it is: tenants that queue share fairly what there is, by tokens."""
+    resume: bool
+    """If the engine is lost after the first token, go on elsewhere from the tokens so far."""
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -90,6 +99,10 @@ class RequestMaker:
             prompt_token_ids=self._encode(prompt),
             engine=fields.pop("engine", None),
             cache_salt=fields.pop("cache_salt", ""),
+            deadline=_deadline(fields.pop("timeout", None), request_id),
+            priority=fields.pop("priority", 0),
+            tenant=fields.pop("tenant", None),
+            resume=fields.pop("resume", False),
             sampling=self._sampling(sampling or SamplingParams(), fields, request_id),
         )
         choices = [choice_of(request, index) for index in range(request.sampling.n)]
@@ -135,6 +148,17 @@ class RequestMaker:
         if isinstance(prompt, str):
             return prompt
         return Transcript(self._tokenizer.decoder()).feed(request.prompt_token_ids, last=True)
+
+
+def _deadline(timeout: float | None, request_id: str) -> float | None:
+    if timeout is None:
+        return None
+    if not timeout > 0:
+        raise RequestRejected(
+            f"request {request_id}: timeout must be more than 0 seconds, not {timeout!r}",
+            request_id=request_id,
+        )
+    return trio.current_time() + timeout
 
 
 def choice_of(request: GenerateRequest, index: int) -> GenerateRequest:

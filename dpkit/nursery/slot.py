@@ -169,7 +169,7 @@ class EngineSlot:
         """End a life whose step does not end.
 
         A step in a thread cannot be interrupted: then the engine is stuck until it comes back, and
-        only its requests go on elsewhere. A simulated step can be, and the next life begins at once.
+        only its requests go on elsewhere. A simulated step can be, and the next life begins soon.
         """
         while True:
             started = loop.step_started_at

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from dpkit.balancer.dispatch import Placement
     from dpkit.messages import EngineId, GenerateRequest, TokenLogprob
-    from dpkit.nursery.client import Client
+    from dpkit.nursery.flights import Flights
     from dpkit.text.transcript import Transcript
 
 
@@ -35,17 +35,17 @@ class OutputStream:
             async for output in stream:
                 print(output.text, end="")
 
-    Entering waits for a place, which is none at all while there is room; picking an engine and
-    charging it is one synchronous step. Leaving, by whatever way, aborts the request if it is unfinished and releases the engine, exactly once,
-    without a checkpoint. `text`, `token_ids` and the logprobs hold all that was read so far and
-    stay readable.
+    Entering waits for a place, which is no wait while there is room; picking an engine and charging
+    it is one synchronous step. Leaving, by whatever way, aborts the request if it is unfinished and
+    releases the engine, exactly once, without a checkpoint. `text`, `token_ids` and the logprobs
+    hold all that was read so far and stay readable.
 
     Tokens become text when they are read, while the engine works on the next ones. Those of a
     request with stop strings do when they arrive: whether and when somebody reads must not decide
     how long the engine runs.
     """
 
-    def __init__(self, client: Client, request: GenerateRequest, transcript: Transcript) -> None:
+    def __init__(self, flights: Flights, request: GenerateRequest, transcript: Transcript) -> None:
         self.request = request
         self.text = ""
         self.token_ids: list[int] = []
@@ -53,7 +53,7 @@ class OutputStream:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.placement: Placement | None = None
-        self._client = client
+        self._flights = flights
         self._transcript = transcript
         self._unread_text = ""  # with stop strings only: else the mailbox's tokens are all there is
         self._mailbox = Mailbox(request.request_id)
@@ -83,7 +83,7 @@ class OutputStream:
             raise RuntimeError(f"request {self.request_id} was started already; make a new stream")
         self._started_at = trio.current_time()
         await trio.lowlevel.checkpoint()
-        self._client.begin(self)
+        self._flights.begin(self)
         if self.placement is None and self._failure is None:
             await self._wait_placed()
         if self._failure is not None and self.placement is None:
@@ -113,7 +113,7 @@ class OutputStream:
         What ``async with`` does on the way out. A task parked in `__anext__` gets
         ClosedResourceError.
         """
-        self._client.end(self)
+        self._flights.end(self)
         self._mailbox.close()
 
     def __aiter__(self) -> Self:
@@ -175,16 +175,14 @@ class OutputStream:
         """There will be no more, and `error` is why; called by the client."""
         self._failure = error
         self._placed.unpark_all()
-        self.deliver(
-            EngineOutput(request_id=self.request_id, finish_reason=reason, error=error)
-        )
+        self.deliver(EngineOutput(request_id=self.request_id, finish_reason=reason, error=error))
 
     def deliver(self, output: EngineOutput) -> None:
         """Take one engine output; called by the client, never by users."""
         if self.request.sampling.stop:
             self._unread_text += self._transcribe(output)
             if self._transcript.stopped and output.error is None:
-                self._client.finish(self)
+                self._flights.finish(self)
                 output = evolve(output, finish_reason=FinishReason.STOP)
         now = trio.current_time()
         if output.token_ids and math.isnan(self._first_token_at):

@@ -13,25 +13,19 @@ period turns old crashes into giving up, and nested supervisors multiply, so hav
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from typing import TYPE_CHECKING
 
 import trio
 from attrs import define, field, frozen
 
+from dpkit.names import Strategy
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Awaitable, Callable, Mapping
 
     Life = Callable[[int], Awaitable[None]]
-
-
-class Strategy(enum.StrEnum):
-    """Who is restarted when one child fails."""
-
-    ONE_FOR_ONE = "one_for_one"  # that child; the others do not notice
-    ONE_FOR_ALL = "one_for_all"  # all of them, together: they cannot go on without each other
 
 
 @frozen(kw_only=True)
@@ -56,17 +50,23 @@ class RestartWindow:
 
     policy: Restarts
     rng: random.Random | None = None
-    _restarts: deque[float] = field(factory=deque, init=False)
+    _failures: deque[tuple[float, Exception]] = field(factory=deque, init=False)
 
-    def delay(self, now: float) -> float | None:
-        """Seconds to wait before the restart that is due now; None: give up."""
-        policy, recent = self.policy, self._restarts
-        while recent and recent[0] <= now - policy.period:
+    @property
+    def first_error(self) -> Exception:
+        """The oldest failure within the period: the later ones are most often its consequences."""
+        return self._failures[0][1]
+
+    def delay(self, now: float, error: Exception) -> float | None:
+        """Seconds to wait before the restart that is due after a failure; None: give up."""
+        policy, recent = self.policy, self._failures
+        while recent and recent[0][0] <= now - policy.period:
             recent.popleft()
-        if len(recent) >= policy.intensity:
+        restarts = len(recent)
+        recent.append((now, error))
+        if restarts >= policy.intensity:
             return None
-        wait = min(policy.backoff_max, policy.backoff * 2.0 ** len(recent))
-        recent.append(now)
+        wait = min(policy.backoff_max, policy.backoff * 2.0**restarts)
         if self.rng is not None:
             wait *= 1 + policy.jitter * self.rng.uniform(-1, 1)
         return wait
@@ -79,7 +79,7 @@ class Observer:
         """A life of a child ended by an error."""
 
     def gave_up(self, name: str, error: Exception) -> None:
-        """A child will not be restarted any more; `error` is the last one."""
+        """A child will not be restarted any more; `error` is the first one of this period."""
 
 
 async def supervise(
@@ -117,9 +117,9 @@ async def supervise(
 async def _alone(name: str, life: Life, window: RestartWindow, observer: Observer) -> None:
     number = 0
     while (error := await _live(name, life, number, observer)) is not None:
-        delay = window.delay(trio.current_time())
+        delay = window.delay(trio.current_time(), error)
         if delay is None:
-            observer.gave_up(name, error)
+            observer.gave_up(name, window.first_error)
             return
         await trio.sleep(delay)
         number += 1
@@ -140,10 +140,10 @@ async def _all_together(
 ) -> None:
     number = 0
     while (error := await _live_together(children, number, observer)) is not None:
-        delay = window.delay(trio.current_time())
+        delay = window.delay(trio.current_time(), error)
         if delay is None:
             for name in children:
-                observer.gave_up(name, error)
+                observer.gave_up(name, window.first_error)
             return
         await trio.sleep(delay)
         number += 1

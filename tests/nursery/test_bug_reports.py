@@ -67,13 +67,13 @@ def timed(make_config: Callable[..., Config]) -> Callable[..., Config]:
 
 
 def _steps(cluster: Cluster) -> list[dict[str, int]]:
-    model = cluster._loops[0]._model
+    model = cluster._slots[0].loop._model
     assert isinstance(model, Timed)
     return model.steps
 
 
 def _core(cluster: Cluster) -> EngineCore:
-    return cluster._loops[0].core
+    return cluster._slots[0].loop.core
 
 
 def _inflight(cluster: Cluster) -> list[int]:
@@ -263,7 +263,7 @@ async def test_C11_all_state_of_a_request_is_gone_however_it_ended(
                 nursery.start_soon(ask, 1e9, 2, 2)
         await _settle()
         check_idle(cluster)
-        (loop,) = cluster._loops
+        (loop,) = (slot.loop for slot in cluster._slots)
         assert len(cluster.client._inflight) == len(cluster.client._ledger._charges) == 0
         assert len(loop._deliver) == len(loop.inbox._requests) == len(loop.inbox._aborts) == 0
         statistics = cluster.client.statistics()

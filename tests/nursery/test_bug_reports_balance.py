@@ -107,7 +107,7 @@ async def closed_loop(
 
 def counts(cluster: Cluster) -> list[tuple[int, int]]:
     """(running, waiting) by engine, as it is."""
-    return [loop.core.get_request_counts() for loop in cluster._loops]
+    return [loop.core.get_request_counts() for loop in (slot.loop for slot in cluster._slots)]
 
 
 def spread(numbers: list[int]) -> int:
@@ -171,7 +171,7 @@ def test_B01_nobody_queues_while_another_engine_has_room(policy: str) -> None:
                 waiting == 0
                 and running < loop.core.limits.max_num_seqs
                 and loop.core.get_kv_cache_usage() < 0.5
-                for loop, (running, waiting) in zip(cluster._loops, counts(cluster), strict=True)
+                for loop, (running, waiting) in zip([slot.loop for slot in cluster._slots], counts(cluster), strict=True)
             )
             if not (room and any(waiting for _, waiting in counts(cluster))):
                 queued_since.clear()

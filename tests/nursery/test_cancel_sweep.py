@@ -92,7 +92,7 @@ async def _complete(history: History, request_id: str) -> None:
 def _scenario(config: Config) -> Callable[[Mark], Any]:
     async def scenario(mark: Mark) -> History:
         async with open_cluster(config) as cluster:
-            loops = cluster._loops
+            loops = [slot.loop for slot in cluster._slots]
             model = loops[0]._model
             assert isinstance(model, Recording)
             model.cores = [loop.core for loop in loops]

@@ -343,10 +343,10 @@ async def test_the_audit_names_each_contradiction(
     async with open_cluster(make_config("echo")) as cluster:
         assert cluster.audit() == ()
         charge = cluster.client._ledger.charge("ghost", EngineId("engine-0"))
-        cluster._loops[1].core._scheduler.pool._refs[0] = 1
+        cluster._slots[1].loop.core._scheduler.pool._refs[0] = 1
         books, blocks = cluster.audit()
         assert books == "1 requests are charged, 0 have a stream"
         assert blocks.startswith("engine engine-1: ")
         charge.release()
-        cluster._loops[1].core._scheduler.pool._refs[0] = 0
+        cluster._slots[1].loop.core._scheduler.pool._refs[0] = 0
         assert cluster.audit() == ()

@@ -95,9 +95,9 @@ async def _serve(cluster: Cluster, scenario: Scenario) -> Seen:
     work = scenario.workload()
     settled, out_of_work = trio.Event(), trio.Event()
     beginners = set(range(USERS))
-    model = cluster._loops[0]._model
+    model = cluster._slots[0].loop._model
     assert isinstance(model, Watched)
-    model.cores = cores = [loop.core for loop in cluster._loops]
+    model.cores = cores = [loop.core for loop in (slot.loop for slot in cluster._slots)]
 
     async def user(number: int) -> None:
         client = cluster.clients[number % scenario.clients]

@@ -1,0 +1,175 @@
+"""From a config to the parts of a cluster: models, engines, clients. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import TYPE_CHECKING
+
+import trio
+
+from dpkit.balancer.dispatch import EarlyDispatch
+from dpkit.balancer.ledger import Ledger
+from dpkit.balancer.policies import load_policy
+from dpkit.balancer.view import LoadView
+from dpkit.engine.core import EngineCore
+from dpkit.engine.limits import resolve_limits
+from dpkit.engine.models import load_model, loads_at_once
+from dpkit.engine.publish import PublishGate
+from dpkit.nursery.busyloop import BusyLoop
+from dpkit.nursery.client import Client
+from dpkit.nursery.flights import Flights, Limits
+from dpkit.nursery.inbox import Inbox
+from dpkit.nursery.slot import EngineSlot
+from dpkit.nursery.supervisor import Restarts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dpkit.abc import Model
+    from dpkit.config.schema import Config, EngineGroupConfig
+    from dpkit.messages import EngineId
+    from dpkit.names import Dtype, Quant
+    from dpkit.nursery.events import EventLog
+    from dpkit.nursery.fanin import StatsFanIn
+    from dpkit.nursery.membership import Membership
+
+    ModelKey = tuple[str, Dtype, Quant]
+    Models = Mapping[ModelKey, Model]
+
+
+def model_key(group: EngineGroupConfig) -> ModelKey:
+    """What makes two groups share their weights."""
+    return group.model, group.dtype, group.quant
+
+
+async def load_models(config: Config) -> Models:
+    """Load each model once, however many groups and engines use it.
+
+    Raises:
+        ModelNotFound, ModelUnsupported: a model cannot be had.
+    """
+    models: dict[ModelKey, Model] = {}
+    for name, dtype, quant in dict.fromkeys(map(model_key, config.engines)):
+        # Weights take seconds, hence the thread. But while one works, a virtual clock sees nothing
+        # to wait for and jumps to the next deadline: what is simulated must use none.
+        def load(name: str = name, dtype: Dtype = dtype, quant: Quant = quant) -> Model:
+            return load_model(name, dtype=dtype, quant=quant)
+
+        at_once = loads_at_once(name)
+        models[name, dtype, quant] = load() if at_once else await trio.to_thread.run_sync(load)
+    _share_cores(config, models)
+    return models
+
+
+def _share_cores(config: Config, models: Models) -> None:
+    """Let the engines that compute have the cores of this process, each as many."""
+    computing = [key for key, model in models.items() if not model.inline]
+    engines = sum(group.count for group in config.engines if model_key(group) in computing)
+    for key in computing:
+        models[key].threads_per_engine = max(1, len(os.sched_getaffinity(0)) // engines)
+
+
+def restarts(group: EngineGroupConfig) -> Restarts:
+    """How often the engines of a group are restarted."""
+    asked = group.supervision
+    return Restarts(
+        strategy=asked.strategy,
+        intensity=asked.intensity,
+        period=asked.period,
+        backoff=asked.backoff,
+        backoff_max=asked.backoff_max,
+        jitter=asked.jitter,
+    )
+
+
+class Builder:
+    """Makes the parts of one cluster, all wired to the same membership, fan-in and events."""
+
+    def __init__(
+        self,
+        config: Config,
+        models: Models,
+        membership: Membership,
+        fanin: StatsFanIn,
+        events: EventLog,
+    ) -> None:
+        self._config = config
+        self._models = models
+        self._membership = membership
+        self._fanin = fanin
+        self._events = events
+
+    def rng(self, use: str) -> random.Random:
+        """A stream for each use: what one draws changes nothing for the others."""
+        seed = self._config.cluster.seed
+        return random.Random(None if seed is None else f"{seed}/{use}")  # noqa: S311 - no secrets
+
+    def slot(self, group: EngineGroupConfig, number: int, rank: int) -> EngineSlot:
+        """Make the place of engine `number` of a group; nothing lives there yet."""
+        return EngineSlot(
+            name=f"{group.name}-{number}",
+            rank=rank,
+            model=group.model,
+            make_loop=self._loops_of(group),
+            step_timeout=group.supervision.step_timeout,
+            membership=self._membership,
+            events=self._events,
+        )
+
+    def _loops_of(
+        self, group: EngineGroupConfig
+    ) -> Callable[[EngineId, int, Callable[[Exception], None]], BusyLoop]:
+        model = self._models[model_key(group)]
+        limits = resolve_limits(
+            model.spec,
+            max_num_seqs=group.scheduler.max_num_seqs,
+            max_num_batched_tokens=group.scheduler.max_num_batched_tokens,
+            block_size=group.kv.block_size,
+            num_blocks=group.kv.num_blocks,
+            memory=group.kv.memory,
+            prefix_cache=group.kv.prefix_cache,
+        )
+        coordinator = self._config.coordinator
+
+        def make(engine: EngineId, rank: int, on_lost: Callable[[Exception], None]) -> BusyLoop:
+            return BusyLoop(
+                engine=engine,
+                index=rank,
+                model=model,
+                core=EngineCore(model, limits=limits),
+                inbox=Inbox(),
+                publish=self._fanin.publish if coordinator.publish else None,
+                gate=PublishGate(coordinator.kv_publish_delta),
+                on_lost=on_lost,
+            )
+
+        return make
+
+    def client(self, index: int, count: int) -> tuple[Client, Flights]:
+        """Make one of `count` clients, with a balancer of its own that knows no engine yet."""
+        config, ledger = self._config, Ledger()
+        view = LoadView((), ledger, client_index=index, client_count=count)
+        policy = load_policy(config.balancer.policy, rng=self.rng(f"{index}/policy"))
+        admission = config.admission
+        flights = Flights(
+            EarlyDispatch(ledger, view, policy),
+            limits=Limits(
+                max_inflight=admission.max_inflight,
+                max_queued=admission.max_queued,
+                queue_timeout=admission.queue_timeout,
+                retries=admission.retries,
+                resume=admission.resume,
+            ),
+            membership=self._membership,
+            events=self._events,
+        )
+        self._membership.add_client(flights)
+        client = Client(
+            ledger=ledger,
+            flights=flights,
+            tokenizer=self._models[model_key(config.engines[0])].tokenizer(),
+            rng=self.rng(f"{index}"),
+            prefix=f"{config.cluster.name}-{index}",
+        )
+        return client, flights
