@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from dpkit.messages import Snapshot, StartWave
+from dpkit.messages import EngineId, Snapshot, StartWave
 
 if TYPE_CHECKING:
     from dpkit.messages import EngineStats
+
+    Row = tuple[int, int, float]
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ STEP_FLOOR_S = 0.05
 """Lockstep engines report one step within moments of each other: wait this long after the last of
 them, so that a snapshot holds one step of all. vLLM: 50 ms."""
 
+_IDLE: Row = (0, 0, 0.0)
+
 
 @frozen(kw_only=True)
 class CoordinatorStatistics:
@@ -38,6 +42,9 @@ class CoordinatorStatistics:
 
     unknown_engines: int
     """Messages of engines that do not exist, ignored: the engine had just left."""
+
+    ended_lives: int
+    """Stats of a life that has ended, ignored: they had been under way."""
 
     out_of_order: int
     """Stats of an older wave or step than the newest seen; their counts were taken all the same."""
@@ -64,14 +71,16 @@ class CoordinatorRules:
         self._interval = interval
         self._wave_coordination = wave_coordination
         # Waiting first: the order that goes to clients, though engines count running first.
-        self._loads: list[tuple[int, int, float]] = [(0, 0, 0.0)] * engine_count
-        self._kept: tuple[tuple[int, int, float], ...] | None = None
+        self._loads: list[Row] = [_IDLE] * engine_count
+        # Whose each row is: earlier lives of that engine count no more. None: whoever sends.
+        self._lives: list[EngineId | None] = [None] * engine_count
+        self._kept: tuple[Row, ...] | None = None
         self._changed = False
         self._last_publish = -math.inf
         self._newest_step = (-1, -1)
         self._current_wave = 0
         self._engines_running = False
-        self._published = self._unknown_engines = self._out_of_order = 0
+        self._published = self._unknown_engines = self._ended_lives = self._out_of_order = 0
         self._wait_from(now)
 
     def __repr__(self) -> str:
@@ -88,14 +97,30 @@ class CoordinatorRules:
 
     def on_stats(self, now: float, stats: EngineStats) -> None:
         """Take one engine's counts."""
-        if 0 <= stats.index < len(self._loads):
+        if not 0 <= stats.index < len(self._loads):
+            self._unknown_engines += 1
+        elif self._has_ended(stats.index, stats.engine):
+            self._ended_lives += 1
+        else:
             if self._wave_coordination:
                 self._on_step((stats.current_wave, stats.step_counter))
             self._loads[stats.index] = (stats.waiting, stats.running, stats.kv_cache_usage)
             self._changed = True
-        else:
-            self._unknown_engines += 1
         self._wait_from(now)
+
+    def on_engine_started(self, now: float, engine: EngineId, index: int) -> None:
+        """A life begins, in a row of its own or in that of the life before: it is idle."""
+        missing = index + 1 - len(self._loads)
+        self._loads += [_IDLE] * missing
+        self._lives += [None] * missing
+        self._lives[index] = engine
+        self._clear(now, index)
+
+    def on_engine_left(self, now: float, engine: EngineId, index: int) -> None:
+        """A life is over: its load is gone with it, and stats still under way count no more."""
+        if 0 <= index < len(self._loads) and not self._has_ended(index, engine):
+            self._lives[index] = EngineId(engine.name, engine.epoch + 1)
+            self._clear(now, index)
 
     def on_wave_complete(self, now: float, wave: int) -> tuple[Snapshot | StartWave, ...]:
         """All engines ran out of work in `wave`; returns what to send at once, in order."""
@@ -139,10 +164,26 @@ class CoordinatorRules:
         return CoordinatorStatistics(
             published=self._published,
             unknown_engines=self._unknown_engines,
+            ended_lives=self._ended_lives,
             out_of_order=self._out_of_order,
             current_wave=self._current_wave,
             engines_running=self._engines_running,
         )
+
+    def _has_ended(self, index: int, engine: EngineId) -> bool:
+        life = self._lives[index]
+        return life is not None and (engine.name != life.name or engine.epoch < life.epoch)
+
+    def _clear(self, now: float, index: int) -> None:
+        """Put a row to idle, in what is kept too; that is news if it was not idle before."""
+        if self._kept is not None:
+            self._kept = tuple(
+                _IDLE if row == index else load for row, load in enumerate(self._kept)
+            )
+        if self._loads[index] != _IDLE:
+            self._loads[index] = _IDLE
+            self._changed = True
+            self._wait_from(now)
 
     def _on_step(self, step: tuple[int, int]) -> None:
         if step > self._newest_step:

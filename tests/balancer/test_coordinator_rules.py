@@ -17,10 +17,10 @@ IDLE = (0, 0, 0.0)
 
 
 def stats(
-    index: int, waiting: int, running: int = 0, *, step: tuple[int, int] = (0, 0)
+    index: int, waiting: int, running: int = 0, *, step: tuple[int, int] = (0, 0), epoch: int = 0
 ) -> EngineStats:
     return EngineStats(
-        engine=EngineId(f"e{index}"),
+        engine=EngineId(f"e{index}", epoch=epoch),
         index=index,
         seq=0,
         waiting=waiting,
@@ -164,6 +164,72 @@ def test_stats_of_an_engine_that_just_left_are_counted_and_ignored(index: int) -
     rules.on_stats(0.02, stats(0, waiting=1, step=(0, 1)))
     assert rules.statistics().out_of_order == 0, "its step is not taken either"
     assert waiting(rules.publish(0.1)) == [1, 0]
+
+
+def test_the_load_of_an_engine_goes_with_it_and_is_news() -> None:
+    rules = independent()
+    rules.on_stats(0.01, stats(0, waiting=1))
+    rules.on_stats(0.01, stats(1, waiting=9, running=9))
+    rules.publish(0.1)
+    rules.on_engine_left(0.15, EngineId("e1"), 1)
+    assert rules.due(0.15) == pytest.approx(0.05)
+    assert rules.publish(0.2) == Snapshot(loads=((1, 0, 0.5), IDLE))
+
+
+def test_stats_of_a_life_that_ended_are_counted_and_ignored() -> None:
+    rules = independent()
+    rules.on_engine_left(0.01, EngineId("e1"), 1)
+    rules.on_stats(0.02, stats(1, waiting=9))
+    rules.on_engine_started(0.03, EngineId("e1", epoch=1), 1)
+    rules.on_stats(0.04, stats(1, waiting=8))
+    assert rules.statistics().ended_lives == 2
+    assert rules.due(0.04) == pytest.approx(4.96), "none of it is news"
+    rules.on_stats(0.05, stats(1, waiting=3, epoch=1))
+    assert waiting(rules.publish(0.1)) == [0, 3]
+
+
+def test_a_late_word_of_the_end_of_an_earlier_life_leaves_the_next_one_alone() -> None:
+    rules = independent()
+    rules.on_engine_started(0.0, EngineId("e1", epoch=1), 1)
+    rules.on_stats(0.01, stats(1, waiting=3, epoch=1))
+    rules.on_engine_left(0.02, EngineId("e1"), 1)
+    rules.on_engine_left(0.02, EngineId("e9"), 9)
+    assert waiting(rules.publish(0.1)) == [0, 3]
+
+
+def test_a_life_may_be_heard_of_before_its_start_is_told() -> None:
+    rules = independent()
+    rules.on_engine_left(0.0, EngineId("e1"), 1)
+    rules.on_stats(0.01, stats(1, waiting=3, epoch=1))
+    assert waiting(rules.publish(0.1)) == [0, 3]
+
+
+def test_a_new_engine_gets_a_row_of_its_own() -> None:
+    rules = independent()
+    rules.on_engine_started(0.01, EngineId("e3"), 3)
+    assert rules.due(0.01) == pytest.approx(4.99), "an idle engine is no news"
+    rules.on_stats(0.02, stats(3, waiting=5))
+    assert rules.publish(0.1).loads == (IDLE, IDLE, IDLE, (5, 0, 0.5))
+
+
+def test_another_engine_may_take_the_row_of_one_that_left() -> None:
+    rules = independent()
+    rules.on_stats(0.01, stats(1, waiting=9))
+    rules.on_engine_started(0.02, EngineId("other"), 1)
+    rules.on_stats(0.03, stats(1, waiting=8))
+    assert rules.statistics().ended_lives == 1
+    assert waiting(rules.publish(0.1)) == [0, 0]
+
+
+def test_a_kept_step_forgets_the_dead_too() -> None:
+    rules = lockstep()
+    rules.on_stats(0.01, stats(0, waiting=1, step=(0, 1)))
+    rules.on_stats(0.01, stats(1, waiting=9, step=(0, 1)))
+    rules.on_stats(0.02, stats(0, waiting=2, step=(0, 2)))
+    rules.on_engine_started(0.03, EngineId("e2"), 2)
+    rules.on_engine_left(0.03, EngineId("e1"), 1)
+    assert rules.publish(0.1).loads == ((1, 0, 0.5), IDLE)
+    assert rules.publish(0.2).loads == ((2, 0, 0.5), IDLE, IDLE)
 
 
 def test_any_message_starts_the_floor_anew_even_one_that_is_ignored() -> None:
