@@ -34,8 +34,9 @@ def expected_tokens(request: GenerateRequest) -> int:
     It may end anywhere before `max_tokens`, and what it has written grows from nothing, or from the
     output of an earlier life.
     """
-    said = len(request.output_token_ids)
-    return len(request.prompt_token_ids) + said + (request.sampling.max_tokens - said) // 2
+    # What was said, and half of what may still be said.
+    output = (request.sampling.max_tokens + len(request.output_token_ids)) // 2
+    return len(request.prompt_token_ids) + output
 
 
 class Reason(NamedTuple):
@@ -146,8 +147,8 @@ class EarlyDispatch:
         if not placement.charge.release():
             return False
         # A release after its engine left must not reach what the policy counts for others.
-        index = self._view.index_of(placement.engine.name)
-        if index is not None and self._view.load(index) is placement.charge.account:
+        index = self._view.find(placement.charge.account, placement.index)
+        if index is not None:
             self._policy.on_release(placement.request, index, self._view)
         return True
 

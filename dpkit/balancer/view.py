@@ -121,6 +121,14 @@ class LoadView:
         """The index of the engine of this name; None: it may not be picked now."""
         return self._indices.get(name)
 
+    def find(self, account: Account, index: int) -> int | None:
+        """Where a life is now that was at `index` once; None: it has left the view."""
+        loads = self._loads
+        if index < len(loads) and loads[index] is account:
+            return index
+        now = self._indices.get(account.engine.name)
+        return now if now is not None and loads[now] is account else None
+
     @property
     def names(self) -> Iterable[str]:
         """The engines there are, in the view or away for a while."""

@@ -45,7 +45,8 @@ class LowestScore(Policy):
         return self._board[index]
 
     def on_engines(self, view: LoadView) -> None:
-        """The scan goes on where it was, within the engines there are now."""
+        """All scores are made anew; the scan goes on where it was, within those there are now."""
+        self._board = ScoreBoard()
         if self._start is not None and view.loads:
             self._start %= len(view.loads)
 
@@ -55,9 +56,9 @@ class LowestScore(Policy):
         self._start = (start + 1) % len(view.loads)
 
     def _renew(self, view: LoadView) -> None:
-        """A pick or a release changes one engine, a snapshot all of them, and so does a new set."""
+        """A pick or a release changes one engine, a snapshot all of them."""
         board, changes, loads, clients = self._board, view.changes, view.loads, view.client_count
-        if len(changes) < len(board) == len(loads):
+        if len(changes) < len(board):
             for index in changes:
                 board[index] = self.rate(loads[index], clients)
         else:

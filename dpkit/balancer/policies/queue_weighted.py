@@ -33,6 +33,7 @@ class QueueWeighted(LowestScore):
         if request.engine is None:
             view.bump_waiting(index, view.client_count)
 
-    def on_engines(self, view: LoadView) -> None:  # noqa: ARG002 - see `scan_start`
-        """The fixed start is reckoned anew, so that the clients' stay spread."""
+    def on_engines(self, view: LoadView) -> None:
+        """As ever; and the fixed start is reckoned anew, so that the clients' stay spread."""
+        super().on_engines(view)
         self._start = None
