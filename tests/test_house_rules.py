@@ -25,6 +25,8 @@ LAYERS = [
     ["dpkit.config", "dpkit.engine", "dpkit.balancer"],
     [
         "dpkit.nursery.services",
+        "dpkit.nursery.supervisor",
+        "dpkit.nursery.events",
         "dpkit.nursery.fanin",
         "dpkit.nursery.mailbox",
         "dpkit.nursery.inbox",
@@ -33,8 +35,13 @@ LAYERS = [
     [
         "dpkit.nursery.coordinator",
         "dpkit.nursery.requests",
+        "dpkit.nursery.flight",
+        "dpkit.nursery.flights",
+        "dpkit.nursery.membership",
+        "dpkit.nursery.slot",
         "dpkit.nursery.stream",
         "dpkit.nursery.client",
+        "dpkit.nursery.build",
         "dpkit.nursery.cluster",
     ],
     ["dpkit.cli", "dpkit.testing", "dpkit._trio"],

@@ -18,7 +18,8 @@ from dpkit.engine.models import load_model, loads_at_once
 from dpkit.engine.publish import PublishGate
 from dpkit.nursery.busyloop import BusyLoop
 from dpkit.nursery.client import Client
-from dpkit.nursery.flights import Flights, Limits
+from dpkit.nursery.flight import Limits
+from dpkit.nursery.flights import Flights
 from dpkit.nursery.inbox import Inbox
 from dpkit.nursery.slot import EngineSlot
 from dpkit.nursery.supervisor import Restarts

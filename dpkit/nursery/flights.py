@@ -12,61 +12,24 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import trio
-from attrs import define, evolve, field, frozen
 
-from dpkit.balancer.admission import AdmissionQueue, Entry
+from dpkit.balancer.admission import AdmissionQueue
 from dpkit.balancer.deadlines import Deadlines
-from dpkit.errors import (
-    ClusterClosed,
-    DeadlineExceeded,
-    DpkitError,
-    Draining,
-    EngineLost,
-    Overloaded,
-    RequestRejected,
-)
+from dpkit.errors import ClusterClosed, EngineLost
 from dpkit.names import Cause, FinishReason
 from dpkit.nursery.events import EventKind
+from dpkit.nursery.flight import Flight, cause_of, refusal, too_late, waited_too_long
 from dpkit.nursery.inbox import duplicate
 
 if TYPE_CHECKING:
     from dpkit.abc import EngineLink
-    from dpkit.balancer.admission import Ticket
-    from dpkit.balancer.dispatch import EarlyDispatch, Placement
-    from dpkit.messages import EngineId, EngineOutput, GenerateRequest, Snapshot
+    from dpkit.balancer.dispatch import EarlyDispatch
+    from dpkit.errors import DpkitError
+    from dpkit.messages import EngineId, EngineOutput, Snapshot
     from dpkit.nursery.events import EventLog
+    from dpkit.nursery.flight import Limits
     from dpkit.nursery.membership import Membership
     from dpkit.nursery.stream import OutputStream
-
-
-_DRAIN_RETRY_S = 5.0
-"""What a client of a draining cluster is told to wait: about the time a restarted pod needs."""
-
-
-@frozen(kw_only=True)
-class Limits:
-    """What one client admits. Times are seconds."""
-
-    max_inflight: int | None = None
-    """Requests on engines at once; None: as many as come."""
-    max_queued: int = 1024
-    queue_timeout: float = 60.0
-    retries: int = 1
-    """Placements after a loss; each needs that nothing was delivered, or `resume`."""
-    resume: bool = False
-
-
-@define(eq=False)
-class Flight:
-    """One request under way."""
-
-    stream: OutputStream
-    request: GenerateRequest  # as an engine gets it: it grows when it is resumed elsewhere
-    retries_left: int
-    times_out_at: float  # in the queue
-    ticket: Ticket | None = None
-    placement: Placement | None = None
-    delivered: list[int] = field(factory=list)
 
 
 class Flights:
@@ -143,7 +106,7 @@ class Flights:
         """
         request = stream.request
         if self._refusal is not None:
-            raise self._refused(request.request_id)
+            raise refusal(self._refusal, request.request_id)
         if request.request_id in self._flights:
             raise duplicate(request.request_id)
         flight = Flight(
@@ -171,7 +134,7 @@ class Flights:
             return
         flight.delivered += output.token_ids
         if output.finish_reason is not None:
-            self._conclude(flight, output.finish_reason, _cause(output))
+            self._conclude(flight, output.finish_reason, cause_of(output))
         flight.stream.deliver(output)
         self.fill()
 
@@ -200,7 +163,7 @@ class Flights:
     def abort_all(self, cause: Cause) -> None:
         """End whatever is under way; readers get the error of `refuse`."""
         for flight in list(self._flights.values()):
-            error = self._refused(flight.request.request_id)
+            error = refusal(self._refusal, flight.request.request_id)
             self._fail(flight, FinishReason.ABORT, cause, error)
 
     async def wait_idle(self) -> None:
@@ -224,19 +187,9 @@ class Flights:
     def _expire(self, flight: Flight, now: float) -> None:
         request = flight.request
         if request.deadline is not None and now >= request.deadline:
-            error: DpkitError = DeadlineExceeded(
-                f"request {request.request_id}: its deadline passed after "
-                f"{len(flight.delivered)} tokens; give it more time, or ask for fewer tokens",
-                request_id=request.request_id,
-            )
-            self._fail(flight, FinishReason.ERROR, Cause.DEADLINE, error)
+            self._fail(flight, FinishReason.ERROR, Cause.DEADLINE, too_late(flight))
         elif flight.placement is None and now >= flight.times_out_at:
-            error = Overloaded(
-                f"request {request.request_id}: no engine had room for "
-                f"{self._limits.queue_timeout:g} s; try again later, or add engines",
-                retry_after=self._queue.retry_after(now),
-                request_id=request.request_id,
-            )
+            error = waited_too_long(flight, self._limits, self._queue.retry_after(now))
             self._fail(flight, FinishReason.ERROR, Cause.OVERLOADED, error)
 
     def _set_alarm(self, flight: Flight) -> None:
@@ -244,11 +197,7 @@ class Flights:
         request_id = flight.request.request_id
         if self._flights.get(request_id) is not flight:
             return
-        deadline = flight.request.deadline
-        alarm = min(
-            float("inf") if deadline is None else deadline,
-            float("inf") if flight.placement is not None else flight.times_out_at,
-        )
+        alarm = flight.alarm
         if alarm == float("inf"):
             return
         earliest = self._deadlines.next()
@@ -259,13 +208,7 @@ class Flights:
     # Places.
 
     def _enqueue(self, flight: Flight, *, front: bool = False) -> None:
-        request = flight.request
-        entry = Entry(
-            request_id=request.request_id,
-            priority=request.priority,
-            tenant=request.tenant,
-            tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
-        )
+        entry = flight.entry()
         now = trio.current_time()
         flight.ticket = self._queue.put_front(entry) if front else self._queue.put(entry, now)
 
@@ -312,7 +255,7 @@ class Flights:
         flight.times_out_at = trio.current_time() + self._limits.queue_timeout
         if flight.delivered:
             self.resumed += 1
-            flight.request = _from_where_it_was(flight)
+            flight.request = flight.resumed()
         else:
             self.retried += 1
         kind = EventKind.REQUEST_RESUMED if flight.delivered else EventKind.REQUEST_RETRIED
@@ -333,20 +276,6 @@ class Flights:
     def _fail(self, flight: Flight, reason: FinishReason, cause: Cause, error: Exception) -> None:
         self._stop(flight, reason, cause)
         flight.stream.fail(reason, error)
-
-    def _refused(self, request_id: str) -> DpkitError:
-        if self._refusal is Draining:
-            return Draining(
-                f"request {request_id}: the cluster is draining and takes no new requests; "
-                "try another one, or this one again when it is back",
-                retry_after=_DRAIN_RETRY_S,
-                request_id=request_id,
-            )
-        return ClusterClosed(
-            f"request {request_id}: the cluster is closed; make requests inside its "
-            "`async with` block",
-            request_id=request_id,
-        )
 
     def _leave_engine(self, flight: Flight) -> None:
         if flight.placement is not None:
@@ -379,20 +308,3 @@ class Flights:
         )
         if not self._flights:
             self._idle.unpark_all()
-
-
-def _from_where_it_was(flight: Flight) -> GenerateRequest:
-    """The request with what was delivered so far as its output; the prompt was described then."""
-    asked = flight.stream.request
-    return evolve(
-        asked,
-        output_token_ids=asked.output_token_ids + tuple(flight.delivered),
-        sampling=evolve(asked.sampling, prompt_logprobs=None),
-    )
-
-
-def _cause(output: EngineOutput) -> Cause:
-    """Why an engine ended a request."""
-    if output.finish_reason is FinishReason.ERROR:
-        return Cause.REFUSED if isinstance(output.error, RequestRejected) else Cause.ENGINE_LOST
-    return Cause.LENGTH if output.finish_reason is FinishReason.LENGTH else Cause.STOP

@@ -1,0 +1,128 @@
+"""One request under way, and what is said of it when it ends otherwise than well.
+
+Data and wording; what happens to a flight is decided in `dpkit.nursery.flights`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from attrs import define, evolve, field, frozen
+
+from dpkit.balancer.admission import Entry
+from dpkit.errors import (
+    ClusterClosed,
+    DeadlineExceeded,
+    Draining,
+    Overloaded,
+    RequestRejected,
+)
+from dpkit.names import Cause, FinishReason
+
+if TYPE_CHECKING:
+    from dpkit.balancer.admission import Ticket
+    from dpkit.balancer.dispatch import Placement
+    from dpkit.errors import DpkitError
+    from dpkit.messages import EngineOutput, GenerateRequest
+    from dpkit.nursery.stream import OutputStream
+
+_DRAIN_RETRY_S = 5.0
+"""What a client of a draining cluster is told to wait: about the time a restarted pod needs."""
+
+
+@frozen(kw_only=True)
+class Limits:
+    """What one client admits. Times are seconds."""
+
+    max_inflight: int | None = None
+    """Requests on engines at once; None: as many as come."""
+    max_queued: int = 1024
+    queue_timeout: float = 60.0
+    retries: int = 1
+    """Placements after a loss; each needs that nothing was delivered, or `resume`."""
+    resume: bool = False
+
+
+@define(eq=False)
+class Flight:
+    """One request under way."""
+
+    stream: OutputStream
+    request: GenerateRequest  # as an engine gets it: it grows when it is resumed elsewhere
+    retries_left: int
+    times_out_at: float  # in the queue
+    ticket: Ticket | None = None
+    placement: Placement | None = None
+    delivered: list[int] = field(factory=list)
+
+    @property
+    def alarm(self) -> float:
+        """When time has something to say about it next; infinity: never."""
+        deadline = math.inf if self.request.deadline is None else self.request.deadline
+        return deadline if self.placement is not None else min(deadline, self.times_out_at)
+
+    def entry(self) -> Entry:
+        """The request as the queue sees it."""
+        request = self.request
+        return Entry(
+            request_id=request.request_id,
+            priority=request.priority,
+            tenant=request.tenant,
+            tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
+        )
+
+    def resumed(self) -> GenerateRequest:
+        """The request with what was delivered so far as its output.
+
+        The prompt was described with the first token, so that is not asked again.
+        """
+        asked = self.stream.request
+        return evolve(
+            asked,
+            output_token_ids=asked.output_token_ids + tuple(self.delivered),
+            sampling=evolve(asked.sampling, prompt_logprobs=None),
+        )
+
+
+def cause_of(output: EngineOutput) -> Cause:
+    """Why an engine ended a request."""
+    if output.finish_reason is FinishReason.ERROR:
+        return Cause.REFUSED if isinstance(output.error, RequestRejected) else Cause.ENGINE_LOST
+    return Cause.LENGTH if output.finish_reason is FinishReason.LENGTH else Cause.STOP
+
+
+def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
+    """What a request hears that comes, or is still there, when the cluster is going away."""
+    if kind is Draining:
+        return Draining(
+            f"request {request_id}: the cluster is draining and takes no new requests; "
+            "try another one, or this one again when it is back",
+            retry_after=_DRAIN_RETRY_S,
+            request_id=request_id,
+        )
+    return ClusterClosed(
+        f"request {request_id}: the cluster is closed; make requests inside its `async with` block",
+        request_id=request_id,
+    )
+
+
+def too_late(flight: Flight) -> DeadlineExceeded:
+    """What a request hears whose deadline has passed."""
+    request_id = flight.request.request_id
+    return DeadlineExceeded(
+        f"request {request_id}: its deadline passed after {len(flight.delivered)} tokens; "
+        "give it more time, or ask for fewer tokens",
+        request_id=request_id,
+    )
+
+
+def waited_too_long(flight: Flight, limits: Limits, retry_after: float) -> Overloaded:
+    """What a request hears that found no place in time."""
+    request_id = flight.request.request_id
+    return Overloaded(
+        f"request {request_id}: no engine had room for {limits.queue_timeout:g} s "
+        "(admission.queue_timeout); try again later, or add engines",
+        retry_after=retry_after,
+        request_id=request_id,
+    )
