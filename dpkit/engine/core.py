@@ -108,6 +108,11 @@ class EngineCore:
             self._refusals.pop(request_id, None)
             self._scheduler.abort(request_id)
 
+    def end(self) -> None:
+        """Drop all requests, since this life is over: a step in flight will not be applied."""
+        self._refusals.clear()
+        self._scheduler.end()
+
     def has_requests(self) -> bool:
         """Whether `schedule` would give a batch."""
         return bool(self._scheduler.running or self._scheduler.waiting)

@@ -96,6 +96,14 @@ class Scheduler:
         if request not in self._step:
             self._release(request)
 
+    def end(self) -> None:
+        """Drop all requests and give all blocks back, those of the step in flight too."""
+        for request_id in (*self.running, *self.waiting):
+            self.abort(request_id)
+        for request in self._step:
+            self._release(request)
+        self._step, self._batch = {}, None
+
     def schedule(self) -> Batch | None:
         """Choose what the next step computes; None exactly when nothing runs or waits."""
         if self._batch is not None:

@@ -183,6 +183,7 @@ class BusyLoop:
             )
             error.__cause__ = cause
             deliver(self.engine, _failed(request_id, error))
+        self.core.end()
 
     @property
     def is_interruptible(self) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dpkit.abc import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from dpkit.abc import Tokenizer
     from dpkit.messages import Batch, StepResult
@@ -40,6 +40,32 @@ class ModelWrapper(Model):
     def execute(self, batch: Batch, cache: Any) -> StepResult:
         """Let the wrapped model compute the step."""
         return self.model.execute(batch, cache)
+
+
+class ModelOfEach(ModelWrapper):
+    """A model for each engine, for clusters whose engines are to behave differently.
+
+    A cluster has one model, and a model is not told who uses it; so engines are told apart by the
+    size of their caches (``kv.num_blocks``), which must differ.
+
+    Args:
+        models: By number of blocks.
+    """
+
+    def __init__(self, models: Mapping[int, Model]) -> None:
+        super().__init__(next(iter(models.values())))
+        self._models = models
+
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
+        """Make the cache of the engine that has so many blocks, with its own model."""
+        model = self._models[num_blocks]
+        return model, model.allocate(num_blocks=num_blocks, block_size=block_size)
+
+    def execute(self, batch: Batch, cache: Any) -> StepResult:
+        """Let the engine's own model compute the step."""
+        model, inner = cache
+        result: StepResult = model.execute(batch, inner)
+        return result
 
 
 @contextmanager

@@ -1,0 +1,142 @@
+"""`check_policy`: what a client's dispatch relies on in a policy.
+
+Drives the real ledger, view and dispatch through a story drawn from a seed: requests come and end,
+snapshots arrive, engines come and go. Knows nothing of what a good choice would be.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from dpkit.balancer.dispatch import EarlyDispatch
+from dpkit.balancer.ledger import Ledger
+from dpkit.balancer.view import LoadView
+from dpkit.errors import NoEngineReady
+from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot
+from dpkit.testing.rules import Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dpkit.abc import Policy
+    from dpkit.balancer.dispatch import Placement
+
+ENGINES = 5
+EVENTS = 300
+
+
+def check_policy(make_policy: Callable[[], Policy], *, seeds: Iterable[int] = range(5)) -> None:
+    """Check a policy against the contract of `dpkit.abc.Policy`.
+
+    Args:
+        make_policy: Makes a fresh one; if it draws, from a source that is the same each time.
+        seeds: One story each.
+
+    Error handling:
+        Nonconforming: the first rule that is broken.
+    """
+    for seed in seeds:
+        subject = Subject(f"policy {type(make_policy()).__qualname__}, seed {seed},")
+        picks = [_Story(subject, make_policy(), seed).tell() for _ in range(2)]
+        place = next((n for n, (a, b) in enumerate(zip(*picks, strict=True)) if a != b), None)
+        subject.demand(
+            "picks follow from what the policy is told, and from its own `rng`",
+            place is None,
+            f"pick {place} of the same story was different the second time",
+        )
+
+
+class _Story:
+    """One client's balancer and what happens to it."""
+
+    def __init__(self, subject: Subject, policy: Policy, seed: int) -> None:
+        self._subject = subject
+        self._rng = random.Random(seed)  # noqa: S311 - no secrets
+        self._ledger = Ledger()
+        clients = self._rng.randint(1, 3)
+        self._view = LoadView((), self._ledger, client_index=clients - 1, client_count=clients)
+        self._policy = policy
+        self._dispatch = EarlyDispatch(self._ledger, self._view, policy)
+        self._held: list[Placement] = []
+        self._away = {EngineId(f"e{rank}"): rank for rank in range(ENGINES)}
+        self._there: dict[EngineId, int] = {}
+        self._picks: list[EngineId] = []
+        self._count = 0
+
+    def tell(self) -> list[EngineId]:
+        """Go through it; returns who was picked."""
+        self._come()
+        events = (self._ask, self._ask, self._ask, self._end, self._hear, self._come, self._go)
+        for _ in range(EVENTS):
+            self._rng.choice(events)()
+        while self._held:
+            self._end()
+        self._subject.demand(
+            "a policy leaves the books alone", not self._ledger.audit(), str(self._ledger.audit())
+        )
+        return self._picks
+
+    def _ask(self) -> None:
+        self._count += 1
+        pin = self._rng.choice([engine.name for engine in self._there]) if self._there else None
+        request = GenerateRequest(
+            request_id=f"r{self._count}",
+            prompt_token_ids=(0,) * self._rng.randint(1, 50),
+            sampling=SamplingParams(max_tokens=self._rng.randint(1, 50)),
+            engine=pin if self._rng.random() < 0.1 else None,
+        )
+        if not self._there:
+            self._subject.demand(
+                "nobody is picked where nobody is", self._is_homeless(request), "someone was"
+            )
+            return
+        before = self._facts()
+        with self._subject.must("`pick` gives the index of an engine, and no call raises"):
+            if request.engine is None:
+                self._policy.pick(request, self._view)
+        rule = "`pick` changes nothing that others read"
+        self._subject.demand(rule, self._facts() == before, f"{before} became {self._facts()}")
+        with self._subject.must("`pick` gives the index of an engine, and no call raises"):
+            placement = self._dispatch.place(request)
+        self._held.append(placement)
+        self._picks.append(placement.engine)
+
+    def _is_homeless(self, request: GenerateRequest) -> bool:
+        try:
+            self._dispatch.place(request)
+        except NoEngineReady:
+            return True
+        return False
+
+    def _facts(self) -> tuple[object, ...]:
+        """What is in the view but for `waiting`, which a policy may bump."""
+        view = self._view
+        return tuple(view.engines), view.inflight, view.running, view.kv_cache_usage
+
+    def _end(self) -> None:
+        if self._held:
+            placement = self._held.pop(self._rng.randrange(len(self._held)))
+            with self._subject.must("`on_release` does not raise"):
+                self._dispatch.release(placement)
+
+    def _hear(self) -> None:
+        draw = self._rng.randint
+        loads = tuple((draw(0, 9), draw(0, 9), draw(0, 100) / 100) for _ in range(ENGINES))
+        with self._subject.must("`on_snapshot` does not raise"):
+            self._dispatch.on_snapshot(Snapshot(loads=loads))
+
+    def _come(self) -> None:
+        if self._away:
+            engine = self._rng.choice(list(self._away))
+            rank = self._there[engine] = self._away.pop(engine)
+            with self._subject.must("`on_engines` does not raise when an engine comes"):
+                self._dispatch.add(engine, rank)
+
+    def _go(self) -> None:
+        if self._there:
+            engine = self._rng.choice(list(self._there))
+            next_life = EngineId(engine.name, engine.epoch + 1)
+            self._away[next_life] = self._there.pop(engine)
+            with self._subject.must("`on_engines` does not raise when an engine goes"):
+                self._dispatch.remove(engine)
