@@ -153,6 +153,11 @@ class Health:
         record = self._record(engine)
         return record is not None and not record.probing and now >= record.ejected_until
 
+    def ejected_until(self, name: str, now: float) -> float | None:
+        """When the ejection of an engine ends; None: it is not ejected."""
+        record = self._records.get(name)
+        return None if record is None or record.ejected_until <= now else record.ejected_until
+
     def next_change(self, now: float) -> float | None:
         """When a life that is ejected may be picked again; None: there is none such."""
         waiting = [

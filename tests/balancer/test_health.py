@@ -85,10 +85,12 @@ def test_three_losses_in_a_row_eject_and_each_further_one_for_a_second_more() ->
     fail_probe(health, 1, 10.1)
     assert health.next_change(10.1) is None
     fail_probe(health, 2, 10.3)
+    assert health.ejected_until("a", 10.3) == 11.3
     health.on_ready(life("a", 3), 10.7)
     assert not health.may_pick(life("a", 3), 11.2)
     assert health.next_change(10.7) == 11.3
     assert health.may_pick(life("a", 3), 11.3)
+    assert [health.ejected_until(name, 11.3) for name in ("a", "b", "c")] == [None, None, None]
     assert health.next_change(11.3) is None
     assert health.on_placed(life("a", 3)), "it is on probation"
     health.on_lost(life("a", 3), 11.5)
