@@ -1,0 +1,161 @@
+"""The tables of one group of engines: what serves, its budget, its memory, and who restarts it.
+
+A part of the schema (`dpkit.config.schema`), by the same rules.
+"""
+
+# No `from __future__ import annotations`: cattrs reads these annotations at run time.
+from attrs import field, frozen
+from attrs.validators import optional
+
+from dpkit.config.checks import Between, MadeOf, model_name
+from dpkit.config.reasons import why
+from dpkit.config.units import Bytes, Seconds, show_duration, show_size
+from dpkit.names import Dtype, EngineKind, Quant, Strategy
+
+
+@frozen(kw_only=True)
+class SchedulerConfig:
+    """The budget of one step. Left out, it is the model's own.
+
+    A small CPU model and an H200 differ by a factor of ten here, so the model knows best.
+    """
+
+    max_num_seqs: int | None = field(
+        default=None,
+        validator=optional(Between(1, 65_536)),
+        metadata=why(
+            "The model's own. Requests that run at once: more share each read of the weights, "
+            "fewer answer faster."
+        ),
+    )
+    max_num_batched_tokens: int | None = field(
+        default=None,
+        validator=optional(Between(1, 1_048_576)),
+        metadata=why(
+            "The model's own. Tokens in one step: more prefill faster, fewer let running requests "
+            "wait less."
+        ),
+    )
+
+
+@frozen(kw_only=True)
+class KvConfig:
+    """The paged KV cache of one engine.
+
+    With neither `num_blocks` nor `memory` the pool has the size that the model suggests.
+    """
+
+    block_size: int = field(
+        default=16,
+        validator=Between(1, 1024),
+        metadata=why("vLLM's: the waste is half a block a sequence, and block tables stay short."),
+    )
+    num_blocks: int | None = field(
+        default=None,
+        validator=optional(Between(1, 2**31 - 1)),  # block ids are 32-bit in attention kernels
+        metadata=why("The model's own."),
+    )
+    memory: Bytes | None = field(
+        default=None,
+        validator=optional(Between(1, 2**50, show=show_size)),  # more is a slip of the unit
+        metadata=why("The model's own."),
+    )
+    prefix_cache: bool = field(
+        default=True, metadata=why("A hit saves its prefill; a miss costs one hash a block.")
+    )
+
+
+@frozen(kw_only=True)
+class SupervisionConfig:
+    """What happens when an engine fails. The words and the arithmetic are Erlang's.
+
+    More than `intensity` restarts within `period`, and the engine is given up.
+    """
+
+    strategy: Strategy = field(
+        default=Strategy.ONE_FOR_ONE,
+        metadata=why(
+            "Engines do not depend on one another. Ranks of a mixture-of-experts model do: "
+            "one_for_all."
+        ),
+    )
+    intensity: int = field(
+        default=3,
+        validator=Between(0, 1000),
+        metadata=why(
+            "Survives a burst. What fails a fourth time is broken; 0 gives up at the first failure."
+        ),
+    )
+    period: Seconds = field(
+        default=60.0,
+        validator=Between(0.001, 86_400.0, show=show_duration),
+        metadata=why("Longer than a load and a warm-up; much longer, and old failures add up."),
+    )
+    backoff: Seconds = field(
+        default=0.1,
+        validator=Between(0, 3600.0, show=show_duration),
+        metadata=why(
+            "The wait before the first restart: a stray failure costs next to nothing. Each "
+            "further one within period waits twice as long."
+        ),
+    )
+    backoff_max: Seconds = field(
+        default=10.0,
+        validator=Between(0, 3600.0, show=show_duration),
+        metadata=why("What has failed for long is tried now and then."),
+    )
+    jitter: float = field(
+        default=0.1,
+        validator=Between(0.0, 1.0),
+        metadata=why(
+            "Share by which a wait is longer or shorter, at random: what fails together should "
+            "not come back together."
+        ),
+    )
+    step_timeout: Seconds = field(
+        default=120.0,
+        validator=Between(0.001, 86_400.0, show=show_duration),
+        metadata=why(
+            "No step of a sound engine takes this long, not even the first one, which compiles. "
+            "A longer one counts as hung, and the engine as lost."
+        ),
+    )
+
+
+@frozen(kw_only=True)
+class EngineGroupConfig:
+    """A group of `count` equal engines, called NAME-0, NAME-1 and so on."""
+
+    name: str = field(
+        default="engine",
+        validator=MadeOf("[a-z0-9_-]+", "'a' to 'z', digits, '_' and '-'"),
+        metadata=why("One group needs no name."),
+    )
+    count: int = field(
+        default=1,
+        validator=Between(1, 1024),
+        metadata=why("One always fits; more is a decision on memory."),
+    )
+    kind: EngineKind = field(
+        default=EngineKind.LOCAL, metadata=why("A task in this process: nothing to set up.")
+    )
+    model: str = field(
+        validator=model_name, metadata=why("There is no model that everybody means.")
+    )
+    dtype: Dtype = field(
+        default=Dtype.AUTO,
+        metadata=why(
+            "bfloat16 where the CPU is fast at it, else float32, which is exact everywhere. For "
+            "models with weights only."
+        ),
+    )
+    quant: Quant = field(
+        default=Quant.NONE,
+        metadata=why(
+            "Weights as they are. Decoding waits for weights to be read: four bits are faster and "
+            "a little less exact. For models with weights only."
+        ),
+    )
+    scheduler: SchedulerConfig = field(factory=SchedulerConfig)
+    kv: KvConfig = field(factory=KvConfig)
+    supervision: SupervisionConfig = field(factory=SupervisionConfig)
