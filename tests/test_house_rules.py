@@ -42,6 +42,8 @@ LAYERS = [
         "dpkit.nursery.stream",
         "dpkit.nursery.client",
         "dpkit.nursery.build",
+        "dpkit.nursery.roster",
+        "dpkit.nursery.reload",
         "dpkit.nursery.cluster",
     ],
     ["dpkit.cli", "dpkit.testing", "dpkit._trio"],

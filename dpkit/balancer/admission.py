@@ -124,7 +124,7 @@ class AdmissionQueue:
     """
 
     def __init__(self, max_queued: int, *, patience: float = 60.0) -> None:
-        self._max_queued = max_queued
+        self.max_queued = max_queued
         self._patience = patience
         self._levels: dict[int, _Level] = {}
         self._tickets: set[Ticket] = set()
@@ -134,7 +134,7 @@ class AdmissionQueue:
         self._tokens = self._admitted = self._refused = self._withdrawn = 0
 
     def __repr__(self) -> str:
-        return f"<AdmissionQueue: {len(self)} of at most {self._max_queued} waiting>"
+        return f"<AdmissionQueue: {len(self)} of at most {self.max_queued} waiting>"
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -145,7 +145,7 @@ class AdmissionQueue:
         Raises:
             Overloaded: the queue is full; `retry_after` says when there may be room.
         """
-        if len(self) >= self._max_queued:
+        if len(self) >= self.max_queued:
             self._refused += 1
             retry_after = self.retry_after(now)
             raise Overloaded(

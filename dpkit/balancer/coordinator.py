@@ -68,7 +68,7 @@ class CoordinatorRules:
         interval: float = 0.1,
         wave_coordination: bool = False,
     ) -> None:
-        self._interval = interval
+        self.interval = interval
         self._wave_coordination = wave_coordination
         # Waiting first: the order that goes to clients, though engines count running first.
         self._loads: list[Row] = [_IDLE] * engine_count
@@ -201,5 +201,5 @@ class CoordinatorRules:
 
     def _wait_from(self, now: float) -> None:
         floor = STEP_FLOOR_S if self._wave_coordination and self._kept is None else 0.0
-        period = self._interval if self._changed else IDLE_INTERVAL_S
+        period = self.interval if self._changed else IDLE_INTERVAL_S
         self._due_at = now + max(floor, period - (now - self._last_publish))

@@ -164,6 +164,12 @@ class EarlyDispatch:
             self._policy.on_engines(self._view)
         return removed
 
+    def use(self, policy: Policy) -> None:
+        """Ask another policy from now on; what is placed stays where it is."""
+        self._policy = policy
+        self._rule = policy_name(policy)
+        policy.on_engines(self._view)
+
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Take the coordinator's newest word."""
         if self._view.apply(snapshot):

@@ -74,7 +74,7 @@ class Health:
     """The verdict on every engine of a cluster, for all its clients."""
 
     def __init__(self, rules: Ejection) -> None:
-        self._rules = rules
+        self.rules = rules
         self._records: dict[str, _Record] = {}
         self._ejections = self._spared = self._probes = 0
 
@@ -196,20 +196,20 @@ class Health:
     def _fail(self, record: _Record, now: float) -> None:
         record.probing = False
         record.failures += 1
-        if record.failures < self._rules.eject_after or record.ejected_until > now:
+        if record.failures < self.rules.eject_after or record.ejected_until > now:
             return
-        if self._ejected(now) + 1 > self._rules.eject_max_share * len(self._records):
+        if self._ejected(now) + 1 > self.rules.eject_max_share * len(self._records):
             self._spared += 1
             return
         self._forgive(record, now)
         record.ejections += 1
         record.ejected_until = now + min(
-            self._rules.eject_max, self._rules.eject_for * record.ejections
+            self.rules.eject_max, self.rules.eject_for * record.ejections
         )
         record.on_probation = True
         self._ejections += 1
 
     def _forgive(self, record: _Record, now: float) -> None:
         if record.ejections:
-            spells = int((now - record.ejected_until) // self._rules.eject_max)
+            spells = int((now - record.ejected_until) // self.rules.eject_max)
             record.ejections = max(0, record.ejections - spells)

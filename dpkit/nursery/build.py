@@ -27,7 +27,7 @@ from dpkit.nursery.supervisor import Restarts
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dpkit.abc import Model
+    from dpkit.abc import Model, Policy
     from dpkit.config.schema import Config, EngineGroupConfig
     from dpkit.messages import EngineId
     from dpkit.names import Dtype, Quant
@@ -106,9 +106,19 @@ class Builder:
         seed = self._config.cluster.seed
         return random.Random(None if seed is None else f"{seed}/{use}")  # noqa: S311 - no secrets
 
-    def slot(self, group: EngineGroupConfig, number: int, rank: int) -> EngineSlot:
+    def slot(
+        self,
+        group: EngineGroupConfig,
+        number: int,
+        rank: int,
+        *,
+        first_epoch: int = 0,
+        held: bool = False,
+    ) -> EngineSlot:
         """Make the place of engine `number` of a group; nothing lives there yet."""
         return EngineSlot(
+            first_epoch=first_epoch,
+            held=held,
             name=f"{group.name}-{number}",
             rank=rank,
             model=group.model,
@@ -147,21 +157,28 @@ class Builder:
 
         return make
 
+    def limits(self) -> Limits:
+        """What each client admits."""
+        admission = self._config.admission
+        return Limits(
+            max_inflight=admission.max_inflight,
+            max_queued=admission.max_queued,
+            queue_timeout=admission.queue_timeout,
+            retries=admission.retries,
+            resume=admission.resume,
+        )
+
+    def policy(self, index: int) -> Policy:
+        """Make the policy of one client."""
+        return load_policy(self._config.balancer.policy, rng=self.rng(f"{index}/policy"))
+
     def client(self, index: int, count: int) -> tuple[Client, Flights]:
         """Make one of `count` clients, with a balancer of its own that knows no engine yet."""
         config, ledger = self._config, Ledger()
         view = LoadView((), ledger, client_index=index, client_count=count)
-        policy = load_policy(config.balancer.policy, rng=self.rng(f"{index}/policy"))
-        admission = config.admission
         flights = Flights(
-            EarlyDispatch(ledger, view, policy),
-            limits=Limits(
-                max_inflight=admission.max_inflight,
-                max_queued=admission.max_queued,
-                queue_timeout=admission.queue_timeout,
-                retries=admission.retries,
-                resume=admission.resume,
-            ),
+            EarlyDispatch(ledger, view, self.policy(index)),
+            limits=self.limits(),
             membership=self._membership,
             events=self._events,
         )

@@ -12,14 +12,12 @@ Wires and answers; decides nothing. The tree::
 
 from __future__ import annotations
 
-import itertools
-import logging
 import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import trio
-from attrs import frozen
+from attrs import evolve, frozen
 
 from dpkit.balancer.coordinator import CoordinatorRules
 from dpkit.balancer.health import Health
@@ -32,29 +30,28 @@ from dpkit.errors import (
     Draining,
     InternalError,
 )
-from dpkit.names import Cause, EngineState, Strategy
-from dpkit.nursery.build import Builder, load_models, restarts
+from dpkit.names import Cause
+from dpkit.nursery.build import Builder, load_models
 from dpkit.nursery.coordinator import run_coordinator
 from dpkit.nursery.events import EventKind, EventLog
 from dpkit.nursery.fanin import StatsFanIn
 from dpkit.nursery.membership import Membership
+from dpkit.nursery.reload import make_plan, prepare
+from dpkit.nursery.roster import Roster
 from dpkit.nursery.services import open_services
-from dpkit.nursery.supervisor import Observer, supervise
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from dpkit.balancer.coordinator import CoordinatorStatistics
-    from dpkit.config.schema import EngineGroupConfig
     from dpkit.messages import Snapshot
     from dpkit.nursery.build import Models
     from dpkit.nursery.client import Client, ClientStatistics
     from dpkit.nursery.fanin import FanInStatistics
+    from dpkit.nursery.reload import Plan
     from dpkit.nursery.services import Services
     from dpkit.nursery.slot import EngineSlot, EngineStatistics
-
-_log = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
@@ -67,14 +64,14 @@ class ClusterStatistics:
     fanin: FanInStatistics
 
 
-class Cluster(Observer):
+class Cluster:
     """A running cluster; made by `open_cluster`."""
 
     def __init__(self, config: Config, models: Models, *, clients: int) -> None:
         self.config = config
         self.events = EventLog()
         """What happened: engines that come and go, requests that end."""
-        self._started = self._closed = False
+        self._started = False
         self._rules = CoordinatorRules(
             sum(group.count for group in config.engines),
             now=trio.current_time(),
@@ -84,7 +81,7 @@ class Cluster(Observer):
         self._fanin = StatsFanIn(ordered=config.coordinator.wave_coordination)
         self._membership = Membership(Health(config.balancer), self._rules)
         self._builder = Builder(config, models, self._membership, self._fanin, self.events)
-        self._groups = self._build_groups()
+        self._roster = Roster(config, self._builder)
         made = [self._builder.client(index, clients) for index in range(clients)]
         self.clients: Sequence[Client] = tuple(client for client, _ in made)
         self._flights = tuple(flights for _, flights in made)
@@ -99,7 +96,7 @@ class Cluster(Observer):
 
     @property
     def _slots(self) -> list[EngineSlot]:
-        return [slot for _, slots in self._groups for slot in slots]
+        return self._roster.slots
 
     def statistics(self) -> ClusterStatistics:
         """All counts, now; never waits, and still answers after the cluster is closed."""
@@ -125,8 +122,7 @@ class Cluster(Observer):
 
     async def wait_ready(self) -> None:
         """Wait until every engine serves or has been given up."""
-        for slot in self._slots:
-            await slot.settled.wait()
+        await self._roster.wait_settled(self._slots)
 
     async def drain(self, deadline: float = math.inf) -> None:
         """Admit no more requests, and wait until those under way have ended.
@@ -144,6 +140,63 @@ class Cluster(Observer):
         for flights in self._flights:
             flights.abort_all(Cause.DRAIN)
 
+    async def scale(self, name: str, count: int, *, deadline: float = math.inf) -> None:
+        """Have `count` engines in the group `name`.
+
+        New ones are awaited; if one does not come up, all new ones go again. The last ones leave
+        after what they have is finished; at `deadline`, on Trio's clock, what is left is lost to
+        them and goes elsewhere as after any loss.
+
+        Raises:
+            ConfigError: there is no such group, its engines restart together, or fewer than
+                ``cluster.min_ready`` would be left.
+            ScalingFailed: a new engine did not come up.
+        """
+        await self._roster.scale(name, count, deadline=deadline)
+        self.config = evolve(
+            self.config, engines=tuple(group.config for group in self._roster.groups.values())
+        )
+        self.events.emit(EventKind.SCALED, detail=f"{name}: {count} engines")
+
+    def plan(self, config: Config) -> Plan:
+        """What `apply` would change.
+
+        Raises:
+            ConfigError: the config asks for what a running cluster cannot change.
+        """
+        return make_plan(self.config, config)
+
+    async def apply(self, config: Config, *, deadline: float = math.inf) -> Plan:
+        """Change the running cluster to a new config, as a whole or not at all.
+
+        New and changed engines come up beside the old ones; when all are ready, settings and
+        engines switch over in one synchronous step; then the old engines finish what they have, by
+        `deadline` on Trio's clock. Returns what was changed.
+
+        Raises:
+            ConfigError: as for `plan`. ModelNotFound, ModelUnsupported: a model cannot be had.
+            ScalingFailed: a new engine did not come up. In each case nothing has changed.
+        """
+        if not (plan := self.plan(config)):
+            return plan
+        models = await load_models(config)
+        builder = Builder(config, models, self._membership, self._fanin, self.events)
+        change = await prepare(self._roster, builder, config)
+        self._switch(config, builder)
+        change.commit(self._roster)
+        self.events.emit(EventKind.RELOADED, detail=str(plan))
+        await self._roster.take_down(change.leaving, deadline)
+        return plan
+
+    def _switch(self, config: Config, builder: Builder) -> None:
+        new_policy = config.balancer.policy != self.config.balancer.policy
+        self.config, self._builder = config, builder
+        self._rules.interval = config.coordinator.interval
+        self._membership.use(config.balancer)
+        self._roster.use(config, builder)
+        for index, flights in enumerate(self._flights):
+            flights.use(builder.limits(), builder.policy(index) if new_policy else None)
+
     # The other half of `open_cluster`.
 
     def start(self, services: Services) -> None:
@@ -155,11 +208,7 @@ class Cluster(Observer):
         services.start_soon(self._membership.keep_time, name="ejection timer")
         for flights in self._flights:
             services.start_soon(flights.keep_time, name="deadline timer")
-        for group, slots in self._groups:
-            together = group.supervision.strategy is Strategy.ONE_FOR_ALL
-            for team in [slots] if together else [[slot] for slot in slots]:
-                names = ", ".join(slot.name for slot in team)
-                services.start_soon(self._supervise, group, team, name=f"engine {names}")
+        self._roster.start_all(services)
 
     def begin(self) -> None:
         """The body begins."""
@@ -167,7 +216,7 @@ class Cluster(Observer):
 
     def close(self) -> None:
         """Refuse new requests and abort those in flight; done at the end of `open_cluster`."""
-        self._closed = True
+        self._roster.closing = True
         for flights in self._flights:
             flights.refuse(ClusterClosed)
             flights.abort_all(Cause.SHUTDOWN)
@@ -176,31 +225,11 @@ class Cluster(Observer):
         """What `open_cluster` raises when a service failed with `message`."""
         return ClusterFailed(message) if self._started else ClusterNotStarted(message)
 
-    def failed(self, name: str, life: int, error: Exception) -> None:
-        """An engine's life was lost; the supervisor goes on."""
-        _log.warning("engine %s, life %d, was lost: %r", name, life, error)
-
-    def gave_up(self, name: str, error: Exception) -> None:
-        """An engine will not be restarted any more."""
-        _log.error("engine %s is down, restarted too often: %r", name, error)
-        next(slot for slot in self._slots if slot.name == name).give_up(error)
-
-    async def _supervise(self, group: EngineGroupConfig, team: Sequence[EngineSlot]) -> None:
-        await supervise(
-            {slot.name: slot.live for slot in team},
-            restarts(group),
-            rng=self._builder.rng(f"restarts of {team[0].name}"),
-            observer=self,
-        )
-        left = sum(slot.state is not EngineState.DOWN for slot in self._slots)
-        if not self._closed and left < self.config.cluster.min_ready:
-            raise next(slot.last_error for slot in team if slot.last_error is not None)
-
     async def _stop(self) -> None:
         """Let every engine finish what is left, last started first; let go of those that hang."""
         try:
             for slot in reversed(self._slots):
-                slot.close()
+                slot.retire()
                 await slot.loop.ended.wait()
         finally:
             for slot in self._slots:
@@ -209,13 +238,6 @@ class Cluster(Observer):
     def _tell(self, snapshot: Snapshot) -> None:
         for flights in self._flights:
             flights.on_snapshot(snapshot)
-
-    def _build_groups(self) -> list[tuple[EngineGroupConfig, list[EngineSlot]]]:
-        ranks = itertools.count()
-        return [
-            (group, [self._builder.slot(group, n, next(ranks)) for n in range(group.count)])
-            for group in self.config.engines
-        ]
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from dpkit.nursery.flight import Flight, cause_of, refusal, too_late, waited_too
 from dpkit.nursery.inbox import duplicate
 
 if TYPE_CHECKING:
-    from dpkit.abc import EngineLink
+    from dpkit.abc import EngineLink, Policy
     from dpkit.balancer.dispatch import EarlyDispatch
     from dpkit.errors import DpkitError
     from dpkit.messages import EngineId, EngineOutput, Snapshot
@@ -68,6 +68,13 @@ class Flights:
     def queued(self) -> int:
         """Requests that wait for a place."""
         return len(self._flights) - self.placed
+
+    def use(self, limits: Limits, policy: Policy | None) -> None:
+        """Go on with new limits, and a new policy if there is one; nobody under way notices."""
+        self._limits = limits
+        self._queue.max_queued = limits.max_queued
+        if policy is not None:
+            self._dispatch.use(policy)
 
     # Engines come and go.
 

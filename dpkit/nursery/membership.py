@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from dpkit.abc import EngineLink
     from dpkit.balancer.coordinator import CoordinatorRules
-    from dpkit.balancer.health import Health
+    from dpkit.balancer.health import Ejection, Health
     from dpkit.messages import EngineId
     from dpkit.nursery.flights import Flights
 
@@ -45,6 +45,10 @@ class Membership:
     def __contains__(self, engine: EngineId) -> bool:
         return engine in self._offered
 
+    def use(self, rules: Ejection) -> None:
+        """Judge by new rules from now on."""
+        self._health.rules = rules
+
     def add_client(self, flights: Flights) -> None:
         """Keep a client's view from now on; before the first engine joins."""
         self._clients.append(flights)
@@ -53,16 +57,20 @@ class Membership:
         """A life of an engine serves from now on; `make_link` links a client to it."""
         for flights in self._clients:
             flights.connect(make_link(flights))
+        now = trio.current_time()
         self._ranks[engine] = rank
-        self._health.on_ready(engine, trio.current_time())
+        self._rules.on_engine_started(now, engine, rank)
+        self._health.on_ready(engine, now)
         self._refresh()
 
     def leave(self, engine: EngineId, *, lost: bool) -> None:
         """A life takes no more requests; `lost`: nor will it finish those it has. Idempotent."""
-        if self._ranks.pop(engine, None) is None:
+        if (rank := self._ranks.pop(engine, None)) is None:
             return
+        now = trio.current_time()
+        self._rules.on_engine_left(now, engine, rank)
         if lost:
-            self._health.on_lost(engine, trio.current_time())
+            self._health.on_lost(engine, now)
         else:
             self._health.on_left(engine)
         self._refresh()

@@ -55,6 +55,9 @@ class EngineSlot:
         step_timeout: Seconds after which a step counts as hung.
         membership: Told who serves.
         events: Told what happens.
+        first_epoch: Of the first life: an engine that takes over from one of its name goes on
+            counting, so that no incarnation is there twice.
+        held: Be ready, and wait for `admit` before serving.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class EngineSlot:
         step_timeout: float,
         membership: Membership,
         events: EventLog,
+        first_epoch: int = 0,
+        held: bool = False,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -80,7 +85,12 @@ class EngineSlot:
         self._step_timeout = step_timeout
         self._membership = membership
         self._events = events
-        self.loop = make_loop(EngineId(name), rank, self._lost)
+        self._first_epoch = first_epoch
+        self._admitted = trio.Event()
+        self._retired = trio.Event()
+        self.loop = make_loop(EngineId(name, first_epoch), rank, self._lost)
+        if not held:
+            self.admit()
 
     def __repr__(self) -> str:
         return f"<EngineSlot {self.name}: {self.state}, {self.restarts} restarts, {self.loop!r}>"
@@ -91,20 +101,24 @@ class EngineSlot:
         return self.loop.engine
 
     async def live(self, number: int) -> None:
-        """Live once: a life of the supervisor's. Ends well only when the engine was closed."""
+        """Live once: a life of the supervisor's. Ends well only when the engine was retired."""
+        if self._retired.is_set():
+            return
         if number:
             self.restarts += 1
             self.state = EngineState.STARTING
-            self.loop = self._make_loop(EngineId(self.name, number), self.rank, self._lost)
+            engine = EngineId(self.name, self._first_epoch + number)
+            self.loop = self._make_loop(engine, self.rank, self._lost)
         loop = self.loop
         try:
             await self._run(loop)
         finally:
             self._membership.forget(loop.engine)
-        if loop.cause is not None:
+            if self._retired.is_set():
+                self.state = EngineState.DOWN
+        if loop.cause is not None and not self._retired.is_set():
             self.last_error = loop.cause
             raise loop.cause
-        self.state = EngineState.DOWN
 
     def give_up(self, error: Exception) -> None:
         """The supervisor will ask for no more lives."""
@@ -113,15 +127,23 @@ class EngineSlot:
         self._events.emit(EventKind.ENGINE_DOWN, engine=self.engine, detail=repr(error))
         self.settled.set()
 
-    def drain(self) -> None:
-        """Take no more requests; finish those there are."""
+    def admit(self) -> None:
+        """Serve, at once or as soon as ready."""
+        self._admitted.set()
+
+    def retire(self) -> None:
+        """Take no more requests, finish those there are, and live no more after that."""
+        self._retired.set()
         self.state = EngineState.DRAINING
         self._membership.leave(self.engine, lost=False)
-
-    def close(self) -> None:
-        """End the present life once it has nothing left to do."""
-        self.drain()
         self.loop.inbox.close()
+        self.settled.set()
+
+    async def wait_retired(self, deadline: float) -> None:
+        """After `retire`: wait until all is finished; at the deadline, what is left is lost."""
+        with trio.move_on_at(deadline):
+            await self.loop.ended.wait()
+        self.loop.lose(EngineLost(f"engine {self.engine} was retired", engine=self.engine))
 
     def abandon(self) -> None:
         """Let go of a life that does not end by itself; it is about to be cancelled."""
@@ -162,8 +184,10 @@ class EngineSlot:
             return LocalLink(loop.engine, loop.inbox, flights.deliver)
 
         self._events.emit(EventKind.ENGINE_READY, engine=loop.engine)
-        self._membership.join(loop.engine, self.rank, make_link)
         self.settled.set()
+        await self._admitted.wait()
+        if not self._retired.is_set():
+            self._membership.join(loop.engine, self.rank, make_link)
 
     async def _watch(self, loop: BusyLoop, life: trio.CancelScope) -> None:
         """End a life whose step does not end.

@@ -1,0 +1,139 @@
+"""A new config for a running cluster: what it would change, and the change as a whole.
+
+New engines come up first, beside the old ones and out of sight; then everything switches in one
+synchronous step; then the old engines finish what they have. If a new engine does not come up,
+nothing has changed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import asdict, define, evolve, field, frozen
+
+from dpkit.errors import ConfigError
+from dpkit.nursery.roster import Group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dpkit.config.schema import Config, EngineGroupConfig
+    from dpkit.nursery.build import Builder
+    from dpkit.nursery.roster import Roster
+    from dpkit.nursery.slot import EngineSlot
+
+# What a running cluster cannot change: its clients, ids, seeds, stats channel and the shutdown
+# deadline of its services are made of it.
+_FIXED = (
+    "cluster.name",
+    "cluster.seed",
+    "cluster.grace",
+    "coordinator.wave_coordination",
+    "coordinator.publish",
+)
+
+
+@frozen(kw_only=True)
+class Plan:
+    """The difference that a config would make, in words, a line each; empty: none."""
+
+    changes: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def __str__(self) -> str:
+        return "\n".join(self.changes) or "no change"
+
+
+def make_plan(old: Config, new: Config) -> Plan:
+    """Compare two configs.
+
+    Raises:
+        ConfigError: the new one asks for what a running cluster cannot change.
+    """
+    before, after = _settings(old), _settings(new)
+    changed = [key for key in after if before[key] != after[key]]
+    if fixed := [key for key in changed if key in _FIXED]:
+        raise ConfigError([f"{key}: cannot change while the cluster runs" for key in fixed])
+    lines = [f"{key}: {before[key]!r} → {after[key]!r}" for key in changed]
+    return Plan(changes=(*_group_changes(old, new), *lines))
+
+
+def _settings(config: Config) -> dict[str, object]:
+    """Every key outside ``[[engines]]``, dotted."""
+    tables = asdict(config, filter=lambda attribute, _: attribute.name != "engines")
+    return {
+        f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()
+    }
+
+
+def _group_changes(old: Config, new: Config) -> Iterator[str]:
+    before = {group.name: group for group in old.engines}
+    after = {group.name: group for group in new.engines}
+    for name in before.keys() - after.keys():
+        yield f"engines.{name}: {before[name].count} engines leave"
+    for name, group in after.items():
+        if name not in before:
+            yield f"engines.{name}: {group.count} engines of {group.model} join"
+        elif is_other(before[name], group):
+            yield f"engines.{name}: all {group.count} engines are replaced"
+        elif before[name].count != group.count:
+            yield f"engines.{name}: {before[name].count} → {group.count} engines"
+
+
+def is_other(old: EngineGroupConfig, new: EngineGroupConfig) -> bool:
+    """Whether a group differs in more than its size, so that its engines must be replaced."""
+    return evolve(old, count=new.count) != new
+
+
+@define(eq=False)
+class Change:
+    """The engines of a plan, between coming up and taking over."""
+
+    groups: dict[str, Group]
+    arriving: list[EngineSlot] = field(factory=list)
+    leaving: list[EngineSlot] = field(factory=list)
+
+    def commit(self, roster: Roster) -> None:
+        """Switch over: synchronous, so that no request sees half of it."""
+        roster.groups = self.groups
+        for slot in self.leaving:
+            slot.retire()
+        for slot in self.arriving:
+            slot.admit()
+
+
+async def prepare(roster: Roster, builder: Builder, new: Config) -> Change:
+    """Bring up the engines that a new config asks for and the roster has not, held back.
+
+    Args:
+        roster: Of the running cluster; unchanged by this.
+        builder: Of the new config.
+        new: The new config.
+
+    Raises:
+        ScalingFailed: an engine did not come up; all new ones are gone again.
+    """
+    change = Change(groups={})
+    for config in new.engines:
+        old = roster.groups.get(config.name)
+        kept = [] if old is None or is_other(old.config, config) else old.slots[: config.count]
+        made = roster.make(
+            config,
+            range(len(kept), config.count),
+            builder=builder,
+            held=True,
+            beside=change.arriving,
+        )
+        change.arriving += made
+        change.groups[config.name] = Group(config, [*kept, *made])
+    staying = {slot for group in change.groups.values() for slot in group.slots}
+    change.leaving = [slot for slot in roster.slots if slot not in staying]
+    await roster.bring_up(
+        [
+            (group.config, [s for s in group.slots if s in change.arriving])
+            for group in change.groups.values()
+        ]
+    )
+    return change

@@ -1,0 +1,214 @@
+"""The engines of a cluster: who they are, how they are supervised, how they come and go.
+
+Owns the slots, by group. A slot's supervisor is a service of its own (of a group that restarts
+together, one for all its slots). Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING
+
+from attrs import define, evolve
+
+from dpkit.errors import ConfigError, DpkitError
+from dpkit.names import EngineState, Strategy
+from dpkit.nursery.build import restarts
+from dpkit.nursery.supervisor import Observer, supervise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from dpkit.config.schema import Config, EngineGroupConfig
+    from dpkit.nursery.build import Builder
+    from dpkit.nursery.services import Services
+    from dpkit.nursery.slot import EngineSlot
+
+_log = logging.getLogger(__name__)
+
+
+class ScalingFailed(DpkitError):  # noqa: N818 - reads as what happened
+    """New engines did not come up, and are gone again; those that were there serve on."""
+
+    http_status = 503
+
+
+@define(eq=False)
+class Group:
+    """The engines of one ``[[engines]]`` table."""
+
+    config: EngineGroupConfig
+    slots: list[EngineSlot]
+
+
+class _Team(Observer):
+    """What the supervisor of some slots tells, passed on to them."""
+
+    def __init__(self, slots: Sequence[EngineSlot]) -> None:
+        self.slots = {slot.name: slot for slot in slots}
+
+    def failed(self, name: str, life: int, error: Exception) -> None:
+        _log.warning("engine %s was lost in its life %d: %r", name, life, error)
+
+    def gave_up(self, name: str, error: Exception) -> None:
+        _log.error("engine %s failed too often and is down: %r", name, error)
+        self.slots[name].give_up(error)
+
+
+class Roster:
+    """All engines. `min_ready` is the least that a cluster can do with."""
+
+    def __init__(self, config: Config, builder: Builder) -> None:
+        self.groups: dict[str, Group] = {}
+        self.min_ready = config.cluster.min_ready
+        self.closing = False
+        self._builder = builder
+        self._services: Services | None = None
+        self._epochs: dict[str, int] = {}  # the first that was never given, by name
+        for group in config.engines:
+            self.groups[group.name] = Group(group, [])
+            self.groups[group.name].slots += self.make(group, range(group.count))
+
+    def use(self, config: Config, builder: Builder) -> None:
+        """Go on with the settings of a new config; engines are changed apart from this."""
+        self.min_ready = config.cluster.min_ready
+        self._builder = builder
+
+    @property
+    def slots(self) -> list[EngineSlot]:
+        """Every engine, group by group."""
+        return [slot for group in self.groups.values() for slot in group.slots]
+
+    def make(
+        self,
+        group: EngineGroupConfig,
+        numbers: Iterable[int],
+        *,
+        builder: Builder | None = None,
+        held: bool = False,
+        beside: Sequence[EngineSlot] = (),
+    ) -> list[EngineSlot]:
+        """Make slots of a group at free ranks; nothing lives there before `start`.
+
+        Args:
+            group: What they are like.
+            numbers: Of the engines within the group.
+            builder: Makes them; None: the one of the present config.
+            held: Whether they wait for `admit` before serving.
+            beside: Others that were made and are not in the roster yet.
+        """
+        used = {slot.rank for slot in (*self.slots, *beside)}
+        for slot in (*self.slots, *beside):
+            self._keep_epoch(slot)
+        free = (rank for rank in itertools.count() if rank not in used)
+        return [
+            (builder or self._builder).slot(
+                group,
+                number,
+                next(free),
+                first_epoch=self._epochs.get(f"{group.name}-{number}", 0),
+                held=held,
+            )
+            for number in numbers
+        ]
+
+    def start_all(self, services: Services) -> None:
+        """Start every engine under its supervisor; called once."""
+        self._services = services
+        for group in self.groups.values():
+            self.start(group.config, group.slots)
+
+    def start(self, group: EngineGroupConfig, slots: Sequence[EngineSlot]) -> None:
+        """Start engines, each under a supervisor of its own unless they restart together."""
+        assert self._services is not None, "start_all comes first"  # noqa: S101
+        if not slots:
+            return
+        together = group.supervision.strategy is Strategy.ONE_FOR_ALL
+        for team in [slots] if together else [[slot] for slot in slots]:
+            names = ", ".join(slot.name for slot in team)
+            self._services.start_soon(self._supervise, group, team, name=f"engine {names}")
+
+    async def wait_settled(self, slots: Iterable[EngineSlot]) -> None:
+        """Wait until each engine is ready or has been given up."""
+        for slot in slots:
+            await slot.settled.wait()
+
+    async def scale(self, name: str, count: int, *, deadline: float) -> None:
+        """Have `count` engines in a group; see `Cluster.scale`."""
+        group = self._scalable(name, count)
+        missing = range(len(group.slots), count)
+        if missing:
+            slots = self.make(group.config, missing)
+            await self.bring_up([(group.config, slots)])
+            group.slots += slots
+        else:
+            leaving = group.slots[count:]
+            del group.slots[count:]
+            await self.take_down(leaving, deadline)
+        group.config = evolve(group.config, count=count)
+
+    async def bring_up(
+        self, arriving: Sequence[tuple[EngineGroupConfig, Sequence[EngineSlot]]]
+    ) -> None:
+        """Start new engines and wait for them; if one fails, or this is cancelled, all end.
+
+        Raises:
+            ScalingFailed: one did not come up.
+        """
+        slots = [slot for _, team in arriving for slot in team]
+        for config, team in arriving:
+            self.start(config, team)
+        try:
+            await self.wait_settled(slots)
+            _refuse_failures(slots)
+        except BaseException:
+            for slot in slots:
+                slot.retire()
+                self._keep_epoch(slot)
+            raise
+
+    async def take_down(self, slots: Sequence[EngineSlot], deadline: float) -> None:
+        """Let engines finish what they have; at the deadline, what is left goes elsewhere."""
+        for slot in slots:
+            slot.retire()
+            self._keep_epoch(slot)
+        for slot in reversed(slots):
+            await slot.wait_retired(deadline)
+
+    def _keep_epoch(self, slot: EngineSlot) -> None:
+        """A name may come back, an incarnation never does."""
+        self._epochs[slot.name] = max(self._epochs.get(slot.name, 0), slot.engine.epoch + 1)
+
+    def _scalable(self, name: str, count: int) -> Group:
+        if (group := self.groups.get(name)) is None:
+            raise ConfigError([f"cannot scale {name!r}: the groups are {', '.join(self.groups)}"])
+        if group.config.supervision.strategy is Strategy.ONE_FOR_ALL:
+            raise ConfigError([f"cannot scale {name}: its engines depend on one another"])
+        others = len(self.slots) - len(group.slots)
+        if count < 0 or others + count < self.min_ready:
+            raise ConfigError(
+                [f"cannot scale {name} to {count}: cluster.min_ready is {self.min_ready}"]
+            )
+        return group
+
+    async def _supervise(self, group: EngineGroupConfig, team: Sequence[EngineSlot]) -> None:
+        await supervise(
+            {slot.name: slot.live for slot in team},
+            restarts(group),
+            rng=self._builder.rng(f"restarts of {team[0].engine}"),
+            observer=_Team(team),
+        )
+        left = sum(slot.state is not EngineState.DOWN for slot in self.slots)
+        error = next((slot.last_error for slot in team if slot.last_error is not None), None)
+        if not self.closing and left < self.min_ready and error is not None:
+            raise error
+
+
+def _refuse_failures(slots: Sequence[EngineSlot]) -> None:
+    for slot in slots:
+        if slot.state is EngineState.DOWN:
+            raise ScalingFailed(
+                f"engine {slot.name} did not come up: {slot.last_error!r}; "
+                "the new engines are gone again, the others serve on"
+            ) from slot.last_error
