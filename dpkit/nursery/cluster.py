@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -49,9 +50,12 @@ if TYPE_CHECKING:
     from dpkit.config.schema import EngineGroupConfig
     from dpkit.engine.core import EngineCoreStatistics
     from dpkit.messages import Snapshot
+    from dpkit.names import Dtype, Quant
     from dpkit.nursery.client import ClientStatistics
     from dpkit.nursery.fanin import FanInStatistics
     from dpkit.nursery.services import Services
+
+    _Wanted = tuple[str, Dtype, Quant]
 
 
 @frozen(kw_only=True)
@@ -76,7 +80,7 @@ class ClusterStatistics:
 class Cluster:
     """A running cluster; made by `open_cluster`."""
 
-    def __init__(self, config: Config, models: dict[str, Model], *, clients: int) -> None:
+    def __init__(self, config: Config, models: Mapping[_Wanted, Model], *, clients: int) -> None:
         self.config = config
         self.started = False
         self._fanin = StatsFanIn(ordered=config.coordinator.wave_coordination)
@@ -85,14 +89,14 @@ class Cluster:
         for group in config.engines:
             for rank in range(group.count):
                 self._models.append(group.model)
-                self._loops.append(self._engine(group, rank, models[group.model]))
+                self._loops.append(self._engine(group, rank, models[_wanted(group)]))
         self._rules = CoordinatorRules(
             len(self._loops),
             now=trio.current_time(),
             interval=config.coordinator.interval,
             wave_coordination=config.coordinator.wave_coordination,
         )
-        tokenizer = models[config.engines[0].model].tokenizer()
+        tokenizer = models[_wanted(config.engines[0])].tokenizer()
         self.clients: Sequence[Client] = tuple(
             self._client(index, clients, tokenizer) for index in range(clients)
         )
@@ -241,23 +245,27 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
             cluster.close()
 
 
-async def _load_models(config: Config) -> dict[str, Model]:
+async def _load_models(config: Config) -> dict[_Wanted, Model]:
     """Load each model once, however many groups and engines use it."""
-    models: dict[str, Model] = {}
-    for name in dict.fromkeys(group.model for group in config.engines):
+    models: dict[_Wanted, Model] = {}
+    for name, dtype, quant in dict.fromkeys(map(_wanted, config.engines)):
+        load = partial(load_model, name, dtype=dtype, quant=quant)
         # Weights take seconds, hence the thread. But while one works, a virtual clock sees nothing
         # to wait for and jumps to the next deadline: what is simulated must use none.
-        if loads_at_once(name):
-            models[name] = load_model(name)
-        else:
-            models[name] = await trio.to_thread.run_sync(load_model, name)
+        loaded = load() if loads_at_once(name) else await trio.to_thread.run_sync(load)
+        models[name, dtype, quant] = loaded
     _share_cores(config, models)
     return models
 
 
-def _share_cores(config: Config, models: Mapping[str, Model]) -> None:
+def _wanted(group: EngineGroupConfig) -> _Wanted:
+    """What groups have in common that share one model."""
+    return group.model, group.dtype, group.quant
+
+
+def _share_cores(config: Config, models: Mapping[_Wanted, Model]) -> None:
     """Let the engines that compute have the cores of this process, each as many."""
-    computing = [model for model in models.values() if not model.inline]
-    engines = sum(group.count for group in config.engines if models[group.model] in computing)
-    for model in computing:
-        model.threads_per_engine = max(1, len(os.sched_getaffinity(0)) // engines)
+    engines = sum(g.count for g in config.engines if not models[_wanted(g)].inline)
+    for model in models.values():
+        if not model.inline:
+            model.threads_per_engine = max(1, len(os.sched_getaffinity(0)) // engines)
