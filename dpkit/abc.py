@@ -40,8 +40,11 @@ class Tokenizer(Protocol):
             RequestRejected: the model has no chat template.
         """
 
-    def decoder(self) -> TextDecoder:
-        """A fresh decoder for one request."""
+    def decoder(self, prompt_token_ids: Sequence[int] = ()) -> TextDecoder:
+        """A fresh decoder for what follows these tokens, whose own text it doesn't say.
+
+        Some tokenizers write the first token of a text unlike the same token later on.
+        """
 
 
 class Model(abc.ABC):

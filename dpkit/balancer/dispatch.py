@@ -168,6 +168,7 @@ class EarlyDispatch:
         """Ask another policy from now on; what is placed stays where it is."""
         self._policy = policy
         self._rule = policy_name(policy)
+        self._view.changes.update(range(len(self._view.engines)))  # all of it is news to this one
         policy.on_engines(self._view)
 
     def on_snapshot(self, snapshot: Snapshot) -> None:

@@ -87,7 +87,7 @@ def _look_up(
     """The model's spec and the engine's limits; where they cannot be had, why."""
     spec = None
     try:
-        spec = _spec(group.model)
+        spec = _spec(group)
         if spec is None:
             return None, None, "it is your own class, which is not loaded to explain a file"
         return spec, _limits(group, spec), None
@@ -99,18 +99,21 @@ def _look_up(
         return None, None, f"its files need {error.name}; `pip install 'dpkit[torch]'` brings it"
 
 
-def _spec(model: str) -> ModelSpec | None:
+def _spec(group: EngineGroupConfig) -> ModelSpec | None:
+    model = group.model
     if model == "echo" or model.startswith("cost:"):
         return load_model(model).spec
     if not has_weights(model):
         return None
     # Not at the top: they cost an `echo` 100 ms of numpy.
     from dpkit.checkpoint import locate, read_model_config  # noqa: PLC0415
-    from dpkit.engine.models.torch.architecture import read_architecture  # noqa: PLC0415
+    from dpkit.engine.models.torch.architecture import read_shape  # noqa: PLC0415
+    from dpkit.engine.models.torch.precision import resolve_dtype  # noqa: PLC0415
     from dpkit.engine.models.torch.spec import model_spec  # noqa: PLC0415
 
     path = locate(model)
-    return model_spec(read_architecture(path, read_model_config(path)))
+    dtype = resolve_dtype(group.dtype, group.quant)
+    return model_spec(read_shape(path, read_model_config(path)), dtype=dtype)
 
 
 def _limits(group: EngineGroupConfig, spec: ModelSpec) -> EngineLimits:

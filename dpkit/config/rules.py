@@ -46,6 +46,7 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
         yield from _pool_size_twice(group.get("kv") or {}, ("engines", index, "kv"))
         yield from _too_small_a_step(group.get("scheduler") or {}, ("engines", index, "scheduler"))
         yield from _no_weights(group, ("engines", index))
+        yield from _int4_in_float32(group, ("engines", index))
         supervision = group.get("supervision") or {}
         at = ("engines", index, "supervision")
         yield from _at_most(supervision, at, ("backoff", 0.1), ("backoff_max", 10.0))
@@ -81,6 +82,12 @@ def _no_weights(group: Table, at: Path) -> Iterator[tuple[Path, str]]:
         if group.get(key) not in {None, default}:
             message = f"model {quote(model)} has no weights that dpkit loads"
             yield (*at, key), f"{message}; leave {key} out"
+
+
+def _int4_in_float32(group: Table, at: Path) -> Iterator[tuple[Path, str]]:
+    if group.get("quant") == Quant.INT4 and group.get("dtype") == Dtype.FLOAT32:
+        message = "int4 weights are computed in bfloat16, not in float32"
+        yield (*at, "dtype"), f"{message}; leave dtype out"
 
 
 def _same_name(groups: Groups) -> Iterator[tuple[Path, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -52,23 +53,21 @@ async def load_models(config: Config) -> Models:
     """
     models: dict[ModelKey, Model] = {}
     for name, dtype, quant in dict.fromkeys(map(model_key, config.engines)):
+        load = partial(load_model, name, dtype=dtype, quant=quant)
         # Weights take seconds, hence the thread. But while one works, a virtual clock sees nothing
         # to wait for and jumps to the next deadline: what is simulated must use none.
-        def load(name: str = name, dtype: Dtype = dtype, quant: Quant = quant) -> Model:
-            return load_model(name, dtype=dtype, quant=quant)
-
-        at_once = loads_at_once(name)
-        models[name, dtype, quant] = load() if at_once else await trio.to_thread.run_sync(load)
+        loaded = load() if loads_at_once(name) else await trio.to_thread.run_sync(load)
+        models[name, dtype, quant] = loaded
     _share_cores(config, models)
     return models
 
 
 def _share_cores(config: Config, models: Models) -> None:
     """Let the engines that compute have the cores of this process, each as many."""
-    computing = [key for key, model in models.items() if not model.inline]
-    engines = sum(group.count for group in config.engines if model_key(group) in computing)
-    for key in computing:
-        models[key].threads_per_engine = max(1, len(os.sched_getaffinity(0)) // engines)
+    engines = sum(g.count for g in config.engines if not models[model_key(g)].inline)
+    for model in models.values():
+        if not model.inline:
+            model.threads_per_engine = max(1, len(os.sched_getaffinity(0)) // engines)
 
 
 def restarts(group: EngineGroupConfig) -> Restarts:

@@ -137,7 +137,7 @@ class RequestMaker:
     def _transcript(self, prompt: Prompt, request: GenerateRequest) -> Transcript:
         sampling = request.sampling
         return Transcript(
-            self._tokenizer.decoder(),
+            self._tokenizer.decoder(request.prompt_token_ids),
             stop=sampling.stop,
             min_tokens=sampling.min_tokens,
             prefix=self._text(prompt, request) if sampling.echo else "",

@@ -264,17 +264,23 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(encoded)) + encoded
 
 
+_STRING, _ARRAY = 8, 9
+_SCALARS = {int: (4, "I"), float: (6, "f"), bool: (7, "?")}  # GGUF's type, and struct's
+
+
 def _value(value: Any) -> bytes:
-    """One metadata value, with its type: u32, f32, string, or an array of u32 or strings."""
-    match value:
-        case str():
-            return struct.pack("<I", 8) + _string(value)
-        case float():
-            return struct.pack("<If", 6, value)
-        case int():
-            return struct.pack("<II", 4, value)
-        case [str(), *_]:
-            head = struct.pack("<IIQ", 9, 8, len(value))
-            return head + b"".join(_string(text) for text in value)
-        case _:
-            return struct.pack(f"<IIQ{len(value)}I", 9, 4, len(value), *value)
+    """One metadata value with its type: bool, u32, f32, string, or an array of such."""
+    if isinstance(value, list):
+        kind = _kind(next(iter(value), 0))
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(map(_bare, value))
+    return struct.pack("<I", _kind(value)) + _bare(value)
+
+
+def _kind(value: Any) -> int:
+    return _STRING if isinstance(value, str) else _SCALARS[type(value)][0]
+
+
+def _bare(value: Any) -> bytes:
+    if isinstance(value, str):
+        return _string(value)
+    return struct.pack("<" + _SCALARS[type(value)][1], value)

@@ -43,6 +43,6 @@ class ByteTokenizer:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + "assistant: ")
 
-    def decoder(self) -> ByteDecoder:
-        """Make a fresh decoder for one request."""
+    def decoder(self, prompt_token_ids: Sequence[int] = ()) -> ByteDecoder:  # noqa: ARG002
+        """Make a fresh decoder; what came before changes no byte."""
         return ByteDecoder()

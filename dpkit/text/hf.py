@@ -26,6 +26,9 @@ _MOST_HELD = 3
 # some decoders treat the first token of a sequence apart.
 _WINDOW = 2 * _MOST_HELD
 
+# Tokens of a prompt among which a window of those that have text is looked for.
+_LOOK_BACK = 4 * _WINDOW
+
 
 class HfTokenizer:
     """Text to token ids and back as the model was trained with it."""
@@ -55,9 +58,9 @@ class HfTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def decoder(self) -> HfDecoder:
-        """Make a fresh decoder for one request."""
-        return HfDecoder(self._tokenizer, self._special)
+    def decoder(self, prompt_token_ids: Sequence[int] = ()) -> HfDecoder:
+        """Make a fresh decoder for what follows these tokens: no first space is lost there."""
+        return HfDecoder(self._tokenizer, self._special, prompt_token_ids)
 
 
 class HfDecoder:
@@ -68,15 +71,20 @@ class HfDecoder:
     with the next token and is held back.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        special: frozenset[int],
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._special = special
-        self._recent: list[int] = []
-        self._sent = 0  # characters of the text of `_recent` that are out
+        self._recent = self._with_text(prompt_token_ids[-_LOOK_BACK:])[-_WINDOW:]
+        self._sent = len(self._text(self._recent))  # characters of `_recent` that are out
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens make certain."""
-        tokens = [*self._recent, *(i for i in token_ids if i not in self._special)]
+        tokens = [*self._recent, *self._with_text(token_ids)]
         text = self._text(tokens)
         # What is out stays out: the window may begin inside a character, which then looks like
         # one that waits for its end.
@@ -89,6 +97,9 @@ class HfDecoder:
     def finish(self) -> str:
         """Return what was held back, which now is no whole character any more."""
         return self._text(self._recent)[self._sent :]
+
+    def _with_text(self, token_ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id not in self._special]
 
     def _text(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)

@@ -4,14 +4,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import pytest
 
 from dpkit.abc import LoadView, Policy
 from dpkit.balancer.dispatch import HELD, PINNED, expected_tokens
+from dpkit.balancer.policies import load_policy
 from dpkit.errors import DpkitError, NoEngineReady, RequestRejected
 from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot
+from dpkit.names import PolicyName
 
 if TYPE_CHECKING:
     from tests.balancer.conftest import MakeClient
@@ -243,3 +246,19 @@ def test_the_output_of_an_earlier_life_weighs_as_much_as_a_prompt() -> None:
         output_token_ids=(2,) * 6,
     )
     assert expected_tokens(request) == 10 + 6 + 1
+
+
+@pytest.mark.parametrize("name", list(PolicyName))
+def test_another_policy_takes_over_with_all_that_is_known(
+    make_client: MakeClient, name: PolicyName
+) -> None:
+    client = make_client(3)
+    placements = [client.place(engine="e0"), client.place(), client.place()]
+    assert client.view.changes
+    client.policy.score(placements[0].request, 0, client.view)
+    assert not client.view.changes, "the old policy has taken all news"
+    client.dispatch.use(load_policy(name, rng=random.Random(1)))
+    placement = client.place()
+    assert placement.reason.rule == name
+    client.release([*placements, placement])
+    assert list(client.view.inflight) == [0, 0, 0]

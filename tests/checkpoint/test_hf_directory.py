@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpkit.checkpoint import read_checkpoint
+from dpkit.checkpoint.safetensors import write_safetensors
 from dpkit.errors import ModelUnsupported
 from dpkit.testing.tiny import tiny_checkpoint, write_tiny_directory
 
@@ -74,4 +75,38 @@ def test_a_missing_file_is_named(tiny: Path, name: str) -> None:
 def test_a_damaged_config_is_named(tiny: Path, text: str, message: str) -> None:
     (tiny / "config.json").write_text(text)
     with pytest.raises(ModelUnsupported, match=f"config.json: {message}"):
+        read_checkpoint(tiny)
+
+
+def test_an_index_says_which_files_count(tiny: Path) -> None:
+    whole = tiny / "model.safetensors"
+    shapes = read_checkpoint(tiny).tensors.shapes()
+    read = read_checkpoint(tiny).tensors.read
+    names = list(shapes)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in shards.items():
+        chosen = {name: shapes[name] for name in part}
+        write_safetensors(tiny / file, chosen, read, on_bytes=lambda *_: None)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (tiny / "model.safetensors.index.json").write_text(json.dumps(index))
+    whole.unlink()  # mapped: never write into it
+    whole.write_bytes(b"not looked at")
+    sharded = read_checkpoint(tiny).tensors
+    assert sharded.shapes() == shapes
+    assert all((sharded.read(name) == read(name)).all() for name in names)
+
+
+def test_a_missing_shard_is_named(tiny: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (tiny / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ModelUnsupported, match=r"00002-of-00002.safetensors is missing, which mode"
+    ):
+        read_checkpoint(tiny)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_a_damaged_index_is_named(tiny: Path, text: str) -> None:
+    (tiny / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelUnsupported, match=r"index.json: not an index of safetensors files"):
         read_checkpoint(tiny)

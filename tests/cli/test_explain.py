@@ -157,7 +157,8 @@ def test_the_waits_are_the_supervisors_own(explain: Explain) -> None:
 
 
 def test_of_a_model_that_is_here_config_json_is_enough(explain: Explain, file: Path) -> None:
-    group = _group(explain(file, "--json", "--set", "engines.0.kv.memory=1MiB"))
+    exact = ["--set", "engines.0.dtype=float32"]
+    group = _group(explain(file, "--json", "--set", "engines.0.kv.memory=1MiB", *exact))
     blocks = 2**20 // BYTES_PER_TOKEN // 16
     assert group["note"] is None
     assert group["max_model_len"] == 512
@@ -170,6 +171,27 @@ def test_of_a_model_that_is_here_config_json_is_enough(explain: Explain, file: P
         "typical_requests": blocks // 32,
     }
     assert "engine-0 to engine-2 are tasks" in explain(file)
+
+
+def test_the_cache_holds_what_the_model_computes_in(explain: Explain, file: Path) -> None:
+    def tokens(*flags: str) -> int:
+        keys = [f"engines.0.{flag}" for flag in ("kv.memory=1MiB", *flags)]
+        words = [word for key in keys for word in ("--set", key)]
+        found = _group(explain(file, "--json", *words))["kv"]["tokens"]
+        assert isinstance(found, int)
+        return found
+
+    assert tokens("dtype=bfloat16") == tokens("quant=int4")
+    assert tokens("dtype=bfloat16") // 32 == tokens("dtype=float32") // 16
+    assert tokens() in {tokens("dtype=bfloat16"), tokens("dtype=float32")}
+
+
+def test_an_architecture_that_transformers_may_know_is_told(explain: Explain, file: Path) -> None:
+    config = file.parent / "weights" / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "OddForCausalLM"))
+    group = _group(explain(file, "--json"))
+    assert group["note"] is None
+    assert group["max_model_len"] == 512
 
 
 def test_a_model_that_is_not_here_is_told_and_the_rest_goes_on(

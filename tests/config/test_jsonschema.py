@@ -31,6 +31,7 @@ BEYOND_A_SCHEMA = {
     "extends_itself",
     "extends_nothing",
     "extends_nul",
+    "int4_in_float32",
     "model_path",
     "pool_size_twice",
     "preset",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dpkit.errors import RequestRejected
@@ -78,6 +79,54 @@ def test_a_conversation_is_put_into_the_models_own_template() -> None:
     text = REFERENCE.decode(ids, skip_special_tokens=False)
     assert text == "<|im_start|>user\nthe inn<|im_end|>\n<|im_start|>assistant\n"
     assert ids[0] == 1
+
+
+def sentence_piece() -> HfTokenizer:
+    """A word a token, as SentencePiece writes them; its decoder strips the text's first space."""
+    words = ["<unk>", "<s>", "\u2581the", "\u2581inn", "s", "\u2581"]
+    decoder = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    source = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 1, "content": "<s>", "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        ],
+        "decoder": {"type": "Sequence", "decoders": decoder},
+        "model": {"type": "WordLevel", "vocab": {w: i for i, w in enumerate(words)}}
+        | {"unk_token": "<unk>"},
+    }
+    return HfTokenizer(json.dumps(source), chat_template=None, special_tokens={})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([], "the inns the inn"),
+        ([1], "the inns the inn"),
+        ([1, 2], " the inns the inn"),
+        ([1, *[2, 3] * 30, 1, 1], " the inns the inn"),
+        ([5], " the inns the inn"),  # the prompt's own space is the one that is stripped
+    ],
+)
+def test_the_first_space_after_a_prompt_is_not_lost(prompt: list[int], text: str) -> None:
+    tokenizer = sentence_piece()
+    decoder = tokenizer.decoder(prompt)
+    said = "".join(decoder.feed([token_id]) for token_id in [2, 3, 4, 2, 3]) + decoder.finish()
+    assert said == text
+
+
+@given(token_ids, token_ids)
+def test_prompt_and_answer_make_the_whole_text(prompt: list[int], ids: list[int]) -> None:
+    """Where the prompt ends inside a character, it is the prompt's."""
+    before = REFERENCE.decode(prompt)
+    assume(not before.endswith("\N{REPLACEMENT CHARACTER}"))
+    decoder = TOKENIZER.decoder(prompt)
+    said = "".join(decoder.feed([token_id]) for token_id in ids) + decoder.finish()
+    assert before + said == REFERENCE.decode([*prompt, *ids])
 
 
 def test_a_model_without_a_template_says_so() -> None:

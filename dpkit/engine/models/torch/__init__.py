@@ -19,6 +19,7 @@ def load_torch_model(
     dtype: Dtype | str = Dtype.AUTO,
     quant: Quant | str = Quant.NONE,
     device: str = "cpu",
+    attention: str = "auto",
 ) -> TorchModel:
     """Load a directory, a `.gguf` file or a fetched model.
 
@@ -27,6 +28,7 @@ def load_torch_model(
         dtype: what it computes in, KV cache included; float32 weights are mapped, not copied.
         quant: how its weights are kept.
         device: as torch calls it. Other than "cpu" is untried: see docs/models.md.
+        attention: a backend by its name, of `dpkit.engine.models.torch.attention`.
 
     Raises:
         ModelNotFound: nothing is there; the message says what to type.
@@ -42,4 +44,10 @@ def load_torch_model(
         raise ModelUnsupported(
             f"model {name!r} needs {error.name}; `pip install 'dpkit[torch]'` brings it"
         ) from error
-    return TorchModel(read_checkpoint(path), dtype=Dtype(dtype), quant=Quant(quant), device=device)
+    return TorchModel(
+        read_checkpoint(path),
+        dtype=Dtype(dtype),
+        quant=Quant(quant),
+        device=device,
+        attention=attention,
+    )

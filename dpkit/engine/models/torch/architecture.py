@@ -114,6 +114,30 @@ def read_architecture(path: Path, config: Mapping[str, Any]) -> Architecture:
         raise ModelUnsupported(f"{path}: its config has no {error.args[0]!r}") from error
 
 
+def read_shape(path: Path, config: Mapping[str, Any]) -> Shape:
+    """As much of any architecture, ours or not, as its config says in the usual words.
+
+    Raises:
+        ModelUnsupported: it is ours and asks for something that isn't built, or it lacks something.
+    """
+    if is_ours(config):
+        return read_architecture(path, config)
+    try:
+        heads = config["num_attention_heads"]
+        return Shape(
+            vocab_size=config["vocab_size"],
+            num_layers=config["num_hidden_layers"],
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            max_positions=usable_positions(config),
+        )
+    except KeyError as error:
+        raise ModelUnsupported(
+            f"{path}: architecture {named_architecture(config)}: its config has no "
+            f"{error.args[0]!r}"
+        ) from error
+
+
 def usable_positions(config: Mapping[str, Any]) -> int:
     """Tokens that a text may have: no more than a sliding window, within which it changes nothing.
 

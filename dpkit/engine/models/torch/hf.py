@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dpkit.engine.models.torch.architecture import Shape, named_architecture, usable_positions
+from dpkit.engine.models.torch.architecture import named_architecture, read_shape
 from dpkit.engine.models.torch.attention import attend
 from dpkit.errors import ModelUnsupported
 
@@ -55,7 +55,7 @@ class HfTransformer:
         if option := next((option for option in _OPTIONS if config.get(option)), None):
             raise ModelUnsupported(f"{where} needs {option}, which is not supported")
         self._model = model.to(device)
-        self.architecture = _shape(config)
+        self.architecture = read_shape(checkpoint.path, config)
         self.dtype, self.device = dtype, device
 
     def __call__(self, step: TensorBatch, cache: Tensor) -> Tensor:
@@ -88,14 +88,3 @@ def _attention(
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
     cache = dpkit_cache[module.layer_idx]
     return attend(queries, keys, values, cache, dpkit_step, scale=scaling)[None], None
-
-
-def _shape(config: dict[str, Any]) -> Shape:
-    heads = config["num_attention_heads"]
-    return Shape(
-        vocab_size=config["vocab_size"],
-        num_layers=config["num_hidden_layers"],
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        max_positions=usable_positions(config),
-    )

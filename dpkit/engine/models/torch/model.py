@@ -18,6 +18,7 @@ from dpkit.engine.models.torch.architecture import (
     named_architecture,
     read_architecture,
 )
+from dpkit.engine.models.torch.attention import choose_backend
 from dpkit.engine.models.torch.attention.base import CacheKind
 from dpkit.engine.models.torch.batch import build_tensors
 from dpkit.engine.models.torch.hf import HfTransformer
@@ -55,6 +56,7 @@ class TorchModel(Model):
         dtype: Dtype = Dtype.AUTO,
         quant: Quant = Quant.NONE,
         device: str = "cpu",
+        attention: str = "auto",
     ) -> None:
         """Read the weights; what is float32 and stays so is mapped, not copied.
 
@@ -63,7 +65,8 @@ class TorchModel(Model):
         """
         dtype = resolve_dtype(dtype, quant)
         self._checkpoint = checkpoint
-        self._transformer = _load(checkpoint, dtype, quant, torch.device(device))
+        self._attention = attention
+        self._transformer = _load(checkpoint, dtype, quant, _device(device))
         self.spec = model_spec(
             self._transformer.architecture, eos_token_ids=checkpoint.eos_token_ids, dtype=dtype
         )
@@ -83,21 +86,35 @@ class TorchModel(Model):
         """Make one engine's KV cache, and tell torch how many threads this engine may use.
 
         Zeros, because attention multiplies what it masks out by nothing, and garbage may be NaN.
+
+        Raises:
+            ModelUnsupported: the attention backend that was asked for cannot serve this cache.
         """
         torch.set_num_threads(self.threads_per_engine)  # of the calling thread, hence here
         model, of = self._transformer, self._transformer.architecture
+        kind = CacheKind(block_size=block_size, dtype=model.dtype, device=model.device)
+        choose_backend(kind, self._attention)  # or refuse, before the memory is taken
         return torch.zeros(
             (of.num_layers, 2, num_blocks, block_size, of.num_kv_heads, of.head_dim),
-            dtype=model.dtype,
-            device=model.device,
+            dtype=kind.dtype,
+            device=kind.device,
         )
 
     @torch.inference_mode()
     def execute(self, batch: Batch, cache: Any) -> StepResult:
         """Compute one step and sample from it: scores come to the host in float32."""
         kv = cast("Tensor", cache)
-        scores = self._transformer(build_tensors(batch, CacheKind.of(kv)), kv)
+        kind = CacheKind.of(kv)
+        step = build_tensors(batch, kind, choose_backend(kind, self._attention))
+        scores = self._transformer(step, kv)
         return make_result(batch, scores.to("cpu", torch.float32))
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise ModelUnsupported(f"device {name!r} cannot be used here: {error}") from error
 
 
 def _load(

@@ -37,17 +37,14 @@ BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
 
 
 @cache
-def choose_backend(kind: CacheKind) -> AttentionBackend:
-    """The fastest backend that can serve such a cache; there is one for any."""
-    return next(backend for backend in BACKENDS.values() if backend.obstacle(kind) is None)
-
-
-def find_backend(name: str, kind: CacheKind) -> AttentionBackend:
-    """The backend of that name.
+def choose_backend(kind: CacheKind, name: str = "auto") -> AttentionBackend:
+    """The backend of that name, or the fastest that can serve such a cache; there is one for any.
 
     Raises:
-        ModelUnsupported: there is none, or it cannot serve such a cache; says why.
+        ModelUnsupported: there is none of that name, or it cannot serve such a cache; says why.
     """
+    if name == "auto":
+        return next(backend for backend in BACKENDS.values() if backend.obstacle(kind) is None)
     if (backend := BACKENDS.get(name)) is None:
         raise ModelUnsupported(f"no attention backend {name!r}; there are {', '.join(BACKENDS)}")
     if (obstacle := backend.obstacle(kind)) is not None:
