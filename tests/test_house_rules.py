@@ -24,9 +24,11 @@ LAYERS = [
     ["dpkit.text", "dpkit.checkpoint"],
     ["dpkit.config", "dpkit.engine", "dpkit.balancer"],
     [
+        "dpkit.nursery.context",
         "dpkit.nursery.services",
         "dpkit.nursery.supervisor",
         "dpkit.nursery.events",
+        "dpkit.nursery.eventwriter",
         "dpkit.nursery.fanin",
         "dpkit.nursery.mailbox",
         "dpkit.nursery.inbox",

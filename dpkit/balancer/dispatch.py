@@ -6,6 +6,7 @@ and charge have no checkpoint between them, so concurrent requests see each othe
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import define
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from dpkit.messages import EngineId, GenerateRequest, Snapshot
 
     Known = tuple[str, float | None, int, int, int, float]
+
+_log = logging.getLogger(__name__)
 
 PINNED = "pinned"
 """Rule of a request that names its engine."""
@@ -125,7 +128,7 @@ class EarlyDispatch:
             if not loads:
                 raise _nobody(request, "no engine")
             index = policy.pick(request, view)
-            if not 0 <= index < len(loads):  # -1 would quietly mean the last engine
+            if type(index) is not int or not 0 <= index < len(loads):  # -1 would be the last one
                 raise self._nowhere(request, index)
             rule, score = self._rule, policy.score(request, index, view)
         else:
@@ -149,19 +152,27 @@ class EarlyDispatch:
         # A release after its engine left must not reach what the policy counts for others.
         index = self._view.find(placement.charge.account, placement.index)
         if index is not None:
-            self._policy.on_release(placement.request, index, self._view)
+            self._tell("on_release", placement.request, index)
         return True
+
+    def expect(self, name: str) -> None:
+        """An engine will come; see `LoadView.expect`."""
+        self._view.expect(name)
+
+    def forget(self, name: str) -> None:
+        """An engine will not come back; see `LoadView.forget`."""
+        self._view.forget(name)
 
     def add(self, engine: EngineId, rank: int) -> None:
         """Let a life of an engine be picked; see `LoadView.add`."""
         self._view.add(engine, rank)
-        self._policy.on_engines(self._view)
+        self._tell("on_engines")
 
     def remove(self, engine: EngineId) -> bool:
         """Let a life be picked no more, whatever it still holds; False: it was not to be picked."""
         removed = self._view.remove(engine)
         if removed:
-            self._policy.on_engines(self._view)
+            self._tell("on_engines")
         return removed
 
     def use(self, policy: Policy) -> None:
@@ -169,12 +180,23 @@ class EarlyDispatch:
         self._policy = policy
         self._rule = policy_name(policy)
         self._view.changes.update(range(len(self._view.engines)))  # all of it is news to this one
-        policy.on_engines(self._view)
+        self._tell("on_engines")
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Take the coordinator's newest word."""
         if self._view.apply(snapshot):
-            self._policy.on_snapshot(self._view)
+            self._tell("on_snapshot")
+
+    def _tell(self, hook: str, *news: object) -> None:
+        """Call a hook of the policy that only informs it.
+
+        These calls are made on the way out of requests and lives: a policy's bug is told, and must
+        not keep the books from being closed.
+        """
+        try:
+            getattr(self._policy, hook)(*news, self._view)
+        except Exception:  # noqa: BLE001 - whatever a policy raises
+            _log.exception("policy %s failed in %s(); its picks may be off", self._rule, hook)
 
     def _nowhere(self, request: GenerateRequest, index: int) -> DpkitError:
         return DpkitError(

@@ -13,7 +13,7 @@ Wires and answers; decides nothing. The tree::
 from __future__ import annotations
 
 import math
-from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
@@ -32,8 +32,10 @@ from dpkit.errors import (
 )
 from dpkit.names import Cause
 from dpkit.nursery.build import Builder, load_models
+from dpkit.nursery.context import protected_context
 from dpkit.nursery.coordinator import run_coordinator
 from dpkit.nursery.events import EventKind, EventLog
+from dpkit.nursery.eventwriter import EventWriter
 from dpkit.nursery.fanin import StatsFanIn
 from dpkit.nursery.membership import Membership
 from dpkit.nursery.reload import make_plan, prepare
@@ -42,8 +44,6 @@ from dpkit.nursery.services import open_services
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
     from dpkit.balancer.coordinator import CoordinatorStatistics
     from dpkit.messages import Snapshot
     from dpkit.nursery.build import Models
@@ -81,7 +81,7 @@ class Cluster:
         self._fanin = StatsFanIn(ordered=config.coordinator.wave_coordination)
         self._membership = Membership(Health(config.balancer), self._rules)
         self._builder = Builder(config, models, self._membership, self._fanin, self.events)
-        self._roster = Roster(config, self._builder)
+        self._roster = Roster(config, self._builder, self._membership)
         made = [self._builder.client(index, clients) for index in range(clients)]
         self.clients: Sequence[Client] = tuple(client for client, _ in made)
         self._flights = tuple(flights for _, flights in made)
@@ -201,6 +201,10 @@ class Cluster:
 
     def start(self, services: Services) -> None:
         """Start the coordinator, the timers and all engines."""
+        if (path := self.config.log.events) is not None:
+            writer = EventWriter(self.events, Path(path))
+            services.stop_with(writer.flush)  # added first, so last to run: engines end before logs
+            services.start_soon(writer.run, name="event writer")
         services.stop_with(self._stop)
         services.start_soon(
             run_coordinator, self._rules, self._fanin, self._tell, name="coordinator"
@@ -240,8 +244,7 @@ class Cluster:
             flights.on_snapshot(snapshot)
 
 
-@asynccontextmanager
-@trio.lowlevel.enable_ki_protection
+@protected_context
 async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> AsyncIterator[Cluster]:
     """Bring a cluster up, hand it to the body, and take it down.
 

@@ -54,6 +54,8 @@ class Flight:
     times_out_at: float  # in the queue
     ticket: Ticket | None = None
     placement: Placement | None = None
+    answered: bool = False
+    """Whether the engine that has it now has given a token."""
     delivered: list[int] = field(factory=list)
 
     @property

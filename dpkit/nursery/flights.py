@@ -90,6 +90,17 @@ class Flights:
         """Forget a life of an engine; its requests have been told."""
         self._links.pop(engine, None)
 
+    def expect(self, name: str) -> None:
+        """Let requests wait that are pinned to an engine that will come."""
+        self._dispatch.expect(name)
+
+    def dismiss(self, name: str) -> None:
+        """Refuse requests that are pinned to an engine that will not come back."""
+        self._dispatch.forget(name)
+        for flight in self._away.pop(name, {}).values():
+            self._enqueue(flight, front=True)
+        self.fill()
+
     def offer(self, engine: EngineId, rank: int) -> None:
         """Let the policy pick an engine; `fill` when all clients know."""
         self._dispatch.add(engine, rank)
@@ -157,6 +168,13 @@ class Flights:
         """End a stream that has all it wanted: only it sees a stop string. Idempotent."""
         if (flight := self._flights.get(stream.request_id)) and flight.stream is stream:
             self._stop(flight, FinishReason.STOP, Cause.STOP)
+            self.fill()
+
+    @trio.lowlevel.enable_ki_protection
+    def spoil(self, stream: OutputStream) -> None:
+        """End a stream whose tokens cannot be turned into text. Idempotent."""
+        if (flight := self._flights.get(stream.request_id)) and flight.stream is stream:
+            self._stop(flight, FinishReason.ERROR, Cause.REFUSED)
             self.fill()
 
     # The end of many at once.

@@ -53,6 +53,17 @@ class Membership:
         """Keep a client's view from now on; before the first engine joins."""
         self._clients.append(flights)
 
+    def expect(self, name: str) -> None:
+        """An engine belongs to the cluster and will come: requests may be pinned to it already."""
+        for flights in self._clients:
+            flights.expect(name)
+
+    def dismiss(self, name: str) -> None:
+        """An engine will not come back: pins to it are refused from now on."""
+        self._health.forget(name)
+        for flights in self._clients:
+            flights.dismiss(name)
+
     def join(self, engine: EngineId, rank: int, make_link: MakeLink) -> None:
         """A life of an engine serves from now on; `make_link` links a client to it."""
         for flights in self._clients:

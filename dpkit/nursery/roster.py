@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from dpkit.config.schema import Config, EngineGroupConfig
     from dpkit.nursery.build import Builder
+    from dpkit.nursery.membership import Membership
     from dpkit.nursery.services import Services
     from dpkit.nursery.slot import EngineSlot
 
@@ -59,11 +60,12 @@ class _Team(Observer):
 class Roster:
     """All engines. `min_ready` is the least that a cluster can do with."""
 
-    def __init__(self, config: Config, builder: Builder) -> None:
+    def __init__(self, config: Config, builder: Builder, membership: Membership) -> None:
         self.groups: dict[str, Group] = {}
         self.min_ready = config.cluster.min_ready
         self.closing = False
         self._builder = builder
+        self._membership = membership
         self._services: Services | None = None
         self._epochs: dict[str, int] = {}  # the first that was never given, by name
         for group in config.engines:
@@ -124,6 +126,8 @@ class Roster:
         assert self._services is not None, "start_all comes first"  # noqa: S101
         if not slots:
             return
+        for slot in slots:
+            self._membership.expect(slot.name)
         together = group.supervision.strategy is Strategy.ONE_FOR_ALL
         for team in [slots] if together else [[slot] for slot in slots]:
             names = ", ".join(slot.name for slot in team)
@@ -175,6 +179,8 @@ class Roster:
             self._keep_epoch(slot)
         for slot in reversed(slots):
             await slot.wait_retired(deadline)
+        for name in {slot.name for slot in slots} - {slot.name for slot in self.slots}:
+            self._membership.dismiss(name)
 
     def _keep_epoch(self, slot: EngineSlot) -> None:
         """A name may come back, an incarnation never does."""

@@ -17,12 +17,12 @@ it before its first checkpoint.
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from dpkit.errors import ServiceFailed
+from dpkit.nursery.context import protected_context
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -124,8 +124,7 @@ class Services:
         return interrupt
 
 
-@asynccontextmanager
-@trio.lowlevel.enable_ki_protection
+@protected_context
 async def open_services(
     *, grace: float, failure: Callable[[str], ServiceFailed] = ServiceFailed
 ) -> AsyncIterator[Services]:

@@ -125,6 +125,7 @@ class EngineSlot:
         self.state = EngineState.DOWN
         self.last_error = error
         self._events.emit(EventKind.ENGINE_DOWN, engine=self.engine, detail=repr(error))
+        self._membership.dismiss(self.name)
         self.settled.set()
 
     def admit(self) -> None:
@@ -165,6 +166,7 @@ class EngineSlot:
     async def _run(self, loop: BusyLoop) -> None:
         async with trio.open_nursery() as nursery:
 
+            @trio.lowlevel.enable_ki_protection  # a task inherits it from nobody
             async def serve() -> None:
                 with suppress(Exception):  # kept as the loop's cause; a nursery would wrap it
                     await loop.run()
@@ -174,6 +176,7 @@ class EngineSlot:
             nursery.start_soon(self._announce, loop, name=f"announce {loop.engine}")
             nursery.start_soon(self._watch, loop, nursery.cancel_scope, name=f"watch {loop.engine}")
 
+    @trio.lowlevel.enable_ki_protection
     async def _announce(self, loop: BusyLoop) -> None:
         await loop.ready.wait()
         if self.state is not EngineState.STARTING:  # drained or lost before it was ready
@@ -189,6 +192,7 @@ class EngineSlot:
         if not self._retired.is_set():
             self._membership.join(loop.engine, self.rank, make_link)
 
+    @trio.lowlevel.enable_ki_protection
     async def _watch(self, loop: BusyLoop, life: trio.CancelScope) -> None:
         """End a life whose step does not end.
 

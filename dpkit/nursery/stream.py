@@ -55,6 +55,7 @@ class OutputStream:
         self.placement: Placement | None = None
         self._flights = flights
         self._transcript = transcript
+        self._unreadable = False
         self._unread_text = ""  # with stop strings only: else the mailbox's tokens are all there is
         self._mailbox = Mailbox(request.request_id)
         self._placed = trio.lowlevel.ParkingLot()
@@ -135,8 +136,8 @@ class OutputStream:
         if self.finish_reason is not None:
             raise StopAsyncIteration
         received = await self._mailbox.take()
+        self.finish_reason = received.finish_reason  # first: what cannot be read has ended as well
         text = self._take_text(received)
-        self.finish_reason = received.finish_reason
         self.token_ids.extend(received.token_ids)
         self.logprobs.extend(received.logprobs)
         self.prompt_logprobs.extend(received.prompt_logprobs)
@@ -179,17 +180,27 @@ class OutputStream:
 
     def deliver(self, output: EngineOutput) -> None:
         """Take one engine output; called by the client, never by users."""
-        if self.request.sampling.stop:
-            self._unread_text += self._transcribe(output)
-            if self._transcript.stopped and output.error is None:
-                self._flights.finish(self)
-                output = evolve(output, finish_reason=FinishReason.STOP)
+        if self.request.sampling.stop and not self._unreadable:
+            output = self._scan(output)
         now = trio.current_time()
         if output.token_ids and math.isnan(self._first_token_at):
             self._first_token_at = now
         if output.finish_reason is not None:
             self._ended_at = now
         self._mailbox.put_nowait(output)
+
+    def _scan(self, output: EngineOutput) -> EngineOutput:
+        """Look for stop strings; a tokenizer that fails here fails its own request alone."""
+        try:
+            self._unread_text += self._transcribe(output)
+        except Exception as error:  # noqa: BLE001 - the reader's to handle
+            self._unreadable = True
+            self._flights.spoil(self)
+            return evolve(output, finish_reason=FinishReason.ERROR, error=output.error or error)
+        if self._transcript.stopped and output.error is None:
+            self._flights.finish(self)
+            return evolve(output, finish_reason=FinishReason.STOP)
+        return output
 
     def completion(self) -> Completion:
         """The whole request in one object, once it has finished.

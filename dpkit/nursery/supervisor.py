@@ -114,6 +114,8 @@ async def supervise(
             nursery.start_soon(_alone, name, life, window, observer, name=f"supervisor {name}")
 
 
+# Ctrl-C is the main task's, never a child's: Trio's tasks do not inherit that from each other.
+@trio.lowlevel.enable_ki_protection
 async def _alone(name: str, life: Life, window: RestartWindow, observer: Observer) -> None:
     number = 0
     while (error := await _live(name, life, number, observer)) is not None:
@@ -155,6 +157,7 @@ async def _live_together(
     first: Exception | None = None
     async with trio.open_nursery() as nursery:
 
+        @trio.lowlevel.enable_ki_protection
         async def live(name: str, life: Life) -> None:
             nonlocal first
             error = await _live(name, life, number, observer)

@@ -1,0 +1,76 @@
+"""The event log as a file: one JSON object a line, appended as things happen.
+
+A disk that is full or a path that cannot be written costs events, never requests: the writer says so
+once, counts what it lost, and tries again every minute. Owns nothing but the path: the file is
+opened for each batch, so it may be rotated at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from dpkit.nursery.events import Event, EventLog
+
+RETRY_S = 60.0  # an operator needs minutes to make room; the log need not nag meanwhile
+
+_log = logging.getLogger(__name__)
+
+
+class EventWriter:
+    """Writes one event log to one file."""
+
+    def __init__(self, events: EventLog, path: Path) -> None:
+        self.lost = 0
+        """Events that could not be written."""
+        self._events = events
+        self._path = path
+        self._failing = False
+
+    async def run(self) -> None:
+        """Write until cancelled; a service task."""
+        while True:
+            await self._events.wait_unread()
+            await self.flush()
+            if self._failing:
+                await trio.sleep(RETRY_S)
+
+    async def flush(self) -> None:
+        """Write what has happened since the last time."""
+        events = self._events.unread()
+        if not events:
+            return
+        try:
+            await trio.to_thread.run_sync(self._append, events)
+        except OSError as error:
+            self.lost += len(events)
+            if not self._failing:
+                _log.error("event log %s: %s; trying again every minute", self._path, error)
+            self._failing = True
+        else:
+            self._failing = False
+
+    def _append(self, events: Iterable[Event]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(_fields(event))}\n" for event in events)
+
+
+def _fields(event: Event) -> dict[str, object]:
+    """What an event says; what it leaves unsaid is left out."""
+    said = {
+        "at": event.at,
+        "event": event.kind,
+        "engine": None if event.engine is None else str(event.engine),
+        "request_id": event.request_id,
+        "reason": event.reason,
+        "cause": event.cause,
+        "detail": event.detail or None,
+    }
+    return {key: value for key, value in said.items() if value is not None}
