@@ -44,6 +44,7 @@ from dpkit.nursery.services import open_services
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+
     from dpkit.balancer.coordinator import CoordinatorStatistics
     from dpkit.messages import Snapshot
     from dpkit.nursery.build import Models

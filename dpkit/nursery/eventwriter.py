@@ -1,7 +1,7 @@
 """The event log as a file: one JSON object a line, appended as things happen.
 
-A disk that is full or a path that cannot be written costs events, never requests: the writer says so
-once, counts what it lost, and tries again every minute. Owns nothing but the path: the file is
+A disk that is full or a path that cannot be written costs events, never requests: the writer says
+so once, counts what it lost, and tries again every minute. Owns nothing but the path: the file is
 opened for each batch, so it may be rotated at any time.
 """
 
