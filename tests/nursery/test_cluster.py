@@ -10,10 +10,13 @@ import pytest
 import trio
 import trio.testing
 
+from attrs import evolve
+
 from dpkit._trio import seeded_scheduler
 from dpkit.engine.models.echo import EchoModel
 from dpkit.errors import ClusterFailed, ConfigError, InternalError, ModelNotFound
 from dpkit.messages import EngineId, SamplingParams, StepResult
+from dpkit.names import EngineState
 from dpkit.nursery.cluster import Cluster, open_cluster
 from dpkit.testing.idle import check_idle
 
@@ -21,8 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from dpkit.balancer.view import LoadView
     from dpkit.config.schema import Config
     from dpkit.messages import Batch, BatchRow
+    from dpkit.nursery.client import Client
 
 TEN_LINES = """\
 [[engines]]
@@ -127,8 +132,13 @@ async def test_statistics_count_what_the_engines_did(
     assert first.prefix_hit_tokens == 32, "the second prompt found two blocks of the first"
     assert first.steps == 16
     assert now.clients[0].finished == 3
-    assert cluster.statistics().engines == now.engines, "and still answers when it is over"
+    for then, each in zip(cluster.statistics().engines, now.engines, strict=True):
+        assert then == evolve(each, state=EngineState.DOWN), "and still answers when it is over"
     check_idle(cluster)
+
+
+def _view(client: Client) -> LoadView:
+    return client._flights._dispatch._view
 
 
 async def test_snapshots_reach_every_client(
@@ -138,11 +148,11 @@ async def test_snapshots_reach_every_client(
         async with cluster.clients[0].generate([1] * 4000, max_tokens=500, engine="engine-1"):
             await trio.sleep(1)
             for client in cluster.clients:
-                assert client._dispatch._view.running == [0, 1]
-                assert client._dispatch._view.kv_cache_usage[1] == pytest.approx(0.0087, rel=0.1)
+                assert _view(client).running == [0, 1]
+                assert _view(client).kv_cache_usage[1] == pytest.approx(0.0087, rel=0.1)
         await trio.sleep(1)
         for client in cluster.clients:
-            assert client._dispatch._view.running == [0, 0]
+            assert _view(client).running == [0, 0]
 
 
 async def test_a_burst_spreads_evenly(
@@ -299,7 +309,9 @@ async def test_a_step_longer_than_the_grace_is_cut(
 async def test_a_step_within_the_grace_is_finished(
     autojump_clock: object, make_config: Callable[..., Config]
 ) -> None:
-    config = make_config(f"{__name__}:Endless", "cluster.grace=3600s")
+    config = make_config(
+        f"{__name__}:Endless", "cluster.grace=3600s", "supervision.step_timeout=2h"
+    )
     async with open_cluster(config) as cluster, cluster.client.generate("hello"):
         await trio.sleep(1)
     assert trio.current_time() == 3600
@@ -315,11 +327,14 @@ async def test_what_is_live_tells_its_state_in_one_line(
     ):
         await stream.__anext__()
         assert repr(cluster) == (
-            "<Cluster mine: <BusyLoop engine-0: ready, 0 waiting, 0 running>, "
-            "<BusyLoop engine-1: ready, 0 waiting, 1 running>>"
+            "<Cluster mine: "
+            "<EngineSlot engine-0: ready, 0 restarts, "
+            "<BusyLoop engine-0: ready, 0 waiting, 0 running>>, "
+            "<EngineSlot engine-1: ready, 0 restarts, "
+            "<BusyLoop engine-1: ready, 0 waiting, 1 running>>>"
         )
         assert repr(stream) == "<OutputStream r: on engine-1, 1 tokens>"
-    assert "engine-0: ended" in repr(cluster)
+    assert "engine-0: down, 0 restarts, <BusyLoop engine-0: ended" in repr(cluster)
 
 
 async def test_check_idle_lists_all_that_is_left(
@@ -345,7 +360,7 @@ async def test_the_audit_names_each_contradiction(
         charge = cluster.client._ledger.charge("ghost", EngineId("engine-0"))
         cluster._slots[1].loop.core._scheduler.pool._refs[0] = 1
         books, blocks = cluster.audit()
-        assert books == "1 requests are charged, 0 have a stream"
+        assert books == "1 requests are charged, 0 are on engines"
         assert blocks.startswith("engine engine-1: ")
         charge.release()
         cluster._slots[1].loop.core._scheduler.pool._refs[0] = 0
