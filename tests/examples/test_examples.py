@@ -68,6 +68,26 @@ def test_statistics_can_be_watched_live() -> None:
     assert out.endswith("done: 40 requests\n")
 
 
+def test_a_cluster_lives_beside_asyncio() -> None:
+    lines = run("beside_asyncio.py").splitlines()
+    assert {line.partition(": ")[2] for line in lines} == {"one", "two", "three"}
+    assert {line.partition(": ")[0] for line in lines} == {"engine-0", "engine-1"}
+
+
+def test_a_cluster_lives_in_a_thread_of_its_own() -> None:
+    lines = run("in_a_thread.py").splitlines()
+    assert [line.partition(": ")[2] for line in lines] == ["one", "two", "three"]
+
+
+def test_a_crash_is_survived_by_every_request() -> None:
+    first, *engines = run("survive_a_crash.py").splitlines()
+    assert first == "4 of 4 answers are whole"
+    assert sorted(line.partition(": ")[2] for line in engines) == [
+        "ready, 0 restarts",
+        "ready, 1 restarts",
+    ]
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_is_tested(path: Path) -> None:
     assert f'"{path.name}"' in Path(__file__).read_text()
