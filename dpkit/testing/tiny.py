@@ -151,7 +151,9 @@ class _RandomTensors:
     def read(self, name: str) -> NDArray[np.float32]:
         shape = self._shapes[name]
         random = np.random.default_rng([self._seed, *name.encode()])
-        if len(shape) == 1:  # a norm, or a bias
+        if name.endswith(".bias"):
+            return random.uniform(-0.5, 0.5, shape).astype(np.float32)
+        if len(shape) == 1:  # a norm
             return random.uniform(0.5, 1.5, shape).astype(np.float32)
         matrix = random.standard_normal(shape, np.float32)
         return matrix / np.float32(shape[1] ** 0.5)

@@ -118,6 +118,14 @@ def test_a_head_that_the_config_promises_must_be_there(tiny: Path) -> None:
         load_model(str(tiny))
 
 
+def test_an_architecture_that_is_not_ours_says_what_may_bring_it(tiny: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    change_config(tiny, architectures=["OddForCausalLM"])
+    message = r"OddForCausalLM is not dpkit's own; `pip install 'dpkit\[hf\]'` brings transformers"
+    with pytest.raises(ModelUnsupported, match=message):
+        load_model(str(tiny))
+
+
 def test_a_bias_that_the_config_does_not_name_is_named(tmp_path: Path) -> None:
     folder = write_tiny_directory(tmp_path / "tiny", mlp_bias=True)
     change_config(folder, mlp_bias=False)

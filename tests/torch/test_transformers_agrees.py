@@ -35,6 +35,7 @@ LLAMA3_ROPE = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-3 rope": {"rope_scaling": LLAMA3_ROPE, "num_key_value_heads": 1},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "head_dim": 32, "sliding_window": 128},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},

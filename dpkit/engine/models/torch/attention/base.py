@@ -74,7 +74,7 @@ class AttentionBackend(Protocol):
         """Why it cannot serve such a cache here, if so; goes on from its name."""
 
     def plan(self, spans: Sequence[Span], kind: CacheKind) -> Attention:
-        """Prepare one step; `spans` cover its tokens in order, those of one token first."""
+        """Prepare one step; `spans` cover its tokens in order."""
 
 
 def on_device(numbers: NDArray[np.generic], kind: CacheKind) -> Tensor:
