@@ -139,17 +139,23 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def put(self, entry: Entry, now: float) -> Ticket:
+    def put(self, entry: Entry, now: float, *, beside: int = 0) -> Ticket:
         """Queue a request behind those of its tenant and priority.
+
+        Args:
+            entry: The request.
+            now: The time.
+            beside: Requests that wait as well, but not in here; they count.
 
         Raises:
             Overloaded: the queue is full; `retry_after` says when there may be room.
         """
-        if len(self) >= self.max_queued:
+        waiting = len(self) + beside
+        if waiting >= self.max_queued:
             self._refused += 1
             retry_after = self.retry_after(now)
             raise Overloaded(
-                f"request {entry.request_id}: {len(self)} requests wait already, and no more may "
+                f"request {entry.request_id}: {waiting} requests wait already, and no more may "
                 f"(admission.max_queued); try again in {retry_after:.0f} s, or add engines",
                 retry_after=retry_after,
                 request_id=entry.request_id,

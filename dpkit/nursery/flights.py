@@ -23,7 +23,7 @@ from dpkit.nursery.inbox import duplicate
 
 if TYPE_CHECKING:
     from dpkit.abc import EngineLink, Policy
-    from dpkit.balancer.dispatch import EarlyDispatch
+    from dpkit.balancer.dispatch import EarlyDispatch, Placement
     from dpkit.errors import DpkitError
     from dpkit.messages import EngineId, EngineOutput, Snapshot
     from dpkit.nursery.events import EventLog
@@ -133,10 +133,15 @@ class Flights:
             retries_left=self._limits.retries,
             times_out_at=trio.current_time() + self._limits.queue_timeout,
         )
-        self._enqueue(flight)
+        at_once = not self._queue and self._has_room() and self._dispatch.has_room(request.engine)
+        if not at_once:
+            self._enqueue(flight)
         self._flights[request.request_id] = flight
         self.started += 1
-        self.fill()
+        if at_once:
+            self._send(flight)
+        else:
+            self.fill()
         self._set_alarm(flight)
 
     @trio.lowlevel.enable_ki_protection
@@ -146,14 +151,15 @@ class Flights:
         if flight is None or flight.placement is None or flight.placement.engine != engine:
             self.late_outputs += 1
             return
-        if output.token_ids and not flight.delivered:
+        if output.token_ids and not flight.answered:
+            flight.answered = True
             self._membership.on_success(engine)
         if isinstance(output.error, EngineLost) and self._try_elsewhere(flight):
             return
         flight.delivered += output.token_ids
-        if output.finish_reason is not None:
+        flight.stream.deliver(output)  # which may find a stop string and so end it by itself
+        if output.finish_reason is not None and self._is_under_way(flight):
             self._conclude(flight, output.finish_reason, cause_of(output))
-        flight.stream.deliver(output)
         self.fill()
 
     @trio.lowlevel.enable_ki_protection
@@ -219,11 +225,8 @@ class Flights:
 
     def _set_alarm(self, flight: Flight) -> None:
         """Have `keep_time` look at a request at the moment that is next for it, if there is one."""
-        request_id = flight.request.request_id
-        if self._flights.get(request_id) is not flight:
-            return
-        alarm = flight.alarm
-        if alarm == float("inf"):
+        request_id, alarm = flight.request.request_id, flight.alarm
+        if not self._is_under_way(flight) or alarm == float("inf"):
             return
         earliest = self._deadlines.next()
         self._deadlines.add(alarm, request_id)
@@ -234,20 +237,20 @@ class Flights:
 
     def _enqueue(self, flight: Flight, *, front: bool = False) -> None:
         entry = flight.entry()
-        now = trio.current_time()
-        flight.ticket = self._queue.put_front(entry) if front else self._queue.put(entry, now)
+        if front:
+            flight.ticket = self._queue.put_front(entry)
+        else:
+            away = self.queued - len(self._queue)
+            flight.ticket = self._queue.put(entry, trio.current_time(), beside=away)
 
     def fill(self) -> None:
         """Place whoever is next in line, for as long as there is room."""
         while self._queue and self._has_room():
-            now = trio.current_time()
-            flight = self._flights[self._queue.pop(now).request_id]
+            flight = self._flights[self._queue.pop(trio.current_time()).request_id]
             flight.ticket = None
-            pin, deadline = flight.request.engine, flight.request.deadline
-            if deadline is not None and now >= deadline:
-                self._expire(flight, now)  # before it wastes a step
-            elif self._dispatch.has_room(pin):
-                self._place(flight)
+            pin = flight.request.engine
+            if self._dispatch.has_room(pin):
+                self._send(flight)
             else:  # it must not keep others waiting that may go anywhere
                 self._away.setdefault(str(pin), {})[flight.request.request_id] = flight
 
@@ -255,18 +258,36 @@ class Flights:
         bound = self._limits.max_inflight
         return self._dispatch.has_room() and (bound is None or self.placed < bound)
 
-    def _place(self, flight: Flight) -> None:
+    def _send(self, flight: Flight) -> None:
+        """Place a request now, unless it is too late: it must not waste a step."""
+        now, deadline = trio.current_time(), flight.request.deadline
+        if deadline is not None and now >= deadline:
+            self._expire(flight, now)
+            return
         try:
-            flight.placement = self._dispatch.place(flight.request)
-            self.placed += 1
-            self._links[flight.placement.engine].submit(flight.request)
+            placement = self._dispatch.place(flight.request)
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
-        else:
-            flight.stream.on_placed(flight.placement)
-            self._deadlines.discard(flight.request.request_id)
-            self._set_alarm(flight)
-            self._membership.on_placed(flight.placement.engine)
+            return
+        flight.placement, flight.answered = placement, False
+        self.placed += 1
+        self._deadlines.discard(flight.request.request_id)
+        self._set_alarm(flight)
+        flight.stream.on_placed(placement)
+        self._membership.on_placed(placement.engine)
+        self._submit(flight, placement)
+
+    def _submit(self, flight: Flight, placement: Placement) -> None:
+        """Hand a request to its engine, which may answer, and be done, before this returns."""
+        try:
+            self._links[placement.engine].submit(flight.request)
+        except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a link raises
+            if flight.placement is not placement:
+                return  # it was answered all the same, or has gone elsewhere already
+            if isinstance(error, EngineLost) and self._try_elsewhere(flight):
+                return
+            cause = Cause.ENGINE_LOST if isinstance(error, EngineLost) else Cause.REFUSED
+            self._fail(flight, FinishReason.ERROR, cause, error)
 
     def _try_elsewhere(self, flight: Flight) -> bool:
         """Place a request of a lost engine anew, if it may be; that engine is no candidate now."""
@@ -291,6 +312,9 @@ class Flights:
         return True
 
     # Ends.
+
+    def _is_under_way(self, flight: Flight) -> bool:
+        return self._flights.get(flight.request.request_id) is flight
 
     def _stop(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
         """End a request from this side: withdraw it from the queue, or abort it."""
@@ -318,7 +342,7 @@ class Flights:
         """The one terminal event of a request."""
         engine = flight.placement.engine if flight.placement else None
         self._leave_engine(flight)
-        if engine is not None and not flight.delivered:
+        if engine is not None and not flight.answered:
             self._membership.on_inconclusive(engine)
         self._leave_queue(flight)
         del self._flights[flight.request.request_id]

@@ -87,7 +87,7 @@ class OutputStream:
         self._flights.begin(self)
         if self.placement is None and self._failure is None:
             await self._wait_placed()
-        if self._failure is not None and self.placement is None:
+        if self._failure is not None:
             raise self._failure
         return self
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def _make_config(model: str = "echo", *overrides: str, count: int = 2) -> Config:
     """One group of engines; its tables may be named without ``engines.0``."""
     overrides = tuple(
-        f"engines.0.{override}" if override.startswith(("kv.", "scheduler.", "supervision.")) else override
+        f"engines.0.{override}"
+        if override.startswith(("kv.", "scheduler.", "supervision."))
+        else override
         for override in overrides
     )
     return parse_config(f'[[engines]]\nmodel = "{model}"\ncount = {count}\n', overrides=overrides)

@@ -15,16 +15,23 @@ import trio
 import trio.lowlevel
 import trio.testing
 
+from dpkit.balancer.coordinator import CoordinatorRules
 from dpkit.balancer.dispatch import EarlyDispatch
+from dpkit.balancer.health import Health
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
+from dpkit.config.schema import BalancerConfig
 from dpkit.engine.models.echo import EchoModel
 from dpkit.errors import EngineLost, RequestRejected
 from dpkit.messages import EngineId, EngineOutput, GenerateRequest, SamplingParams, StepResult
-from dpkit.names import FinishReason
+from dpkit.names import Cause, FinishReason
 from dpkit.nursery.client import Client
 from dpkit.nursery.cluster import Cluster, open_cluster
+from dpkit.nursery.events import EventLog
+from dpkit.nursery.flight import Limits
+from dpkit.nursery.flights import Flights
+from dpkit.nursery.membership import Membership
 from dpkit.testing.idle import check_idle
 from dpkit.text.bytes import ByteTokenizer
 
@@ -181,13 +188,15 @@ async def test_C08_a_request_that_was_never_charged_is_never_released(
             nursery.cancel_scope.cancel()
         await _settle()
         check_idle(cluster)
-        assert cluster.client.statistics().started == 40
+        assert cluster.client.statistics().causes == {Cause.REFUSED: 40, Cause.CLIENT: 30}
 
 
 async def test_C09_accounting_has_no_expiry(
     autojump_clock: object, make_config: Callable[..., Config]
 ) -> None:
-    async with open_cluster(make_config(f"{__name__}:Glacial")) as cluster:
+    async with open_cluster(
+        make_config(f"{__name__}:Glacial", "supervision.step_timeout=24h")
+    ) as cluster:
         async with cluster.client.generate("ab") as stream:
             for _ in range(2):
                 await stream.__anext__()
@@ -203,16 +212,16 @@ class EagerLink:
 
     def __init__(self, engine: EngineId, *, fails: bool) -> None:
         self.engine = engine
-        self.client: Client | None = None
+        self.flights: Flights | None = None
         self.fails = fails
         self.aborts: list[str] = []
 
     def submit(self, request: GenerateRequest) -> None:
-        assert self.client is not None
+        assert self.flights is not None
         output = EngineOutput(
             request_id=request.request_id, token_ids=(104,), finish_reason=FinishReason.LENGTH
         )
-        self.client.deliver(self.engine, output)
+        self.flights.deliver(self.engine, output)
         if self.fails:
             raise EngineLost("the line broke")
 
@@ -223,23 +232,27 @@ class EagerLink:
 @pytest.mark.parametrize("fails", [False, True])
 async def test_C10_an_answer_before_the_send_returns_is_released_once(*, fails: bool) -> None:
     ledger, engine = Ledger(), EngineId("e0")
-    view = LoadView([engine], ledger)
+    rules = CoordinatorRules(1, now=0)
+    membership = Membership(Health(BalancerConfig()), rules)
+    flights = Flights(
+        EarlyDispatch(ledger, LoadView((), ledger), load_policy("kv_pressure")),
+        limits=Limits(),
+        membership=membership,
+        events=EventLog(),
+    )
+    membership.add_client(flights)
     client = Client(
         ledger=ledger,
-        dispatch=EarlyDispatch(ledger, view, load_policy("kv_pressure")),
+        flights=flights,
         tokenizer=ByteTokenizer(),
         rng=random.Random(1),
         prefix="c",
     )
     link = EagerLink(engine, fails=fails)
-    link.client = client
-    client.add_link(link)
+    link.flights = flights
+    membership.join(engine, 0, lambda _: link)
     for _ in range(10):
-        if fails:
-            with pytest.raises(EngineLost, match="the line broke"):
-                await client.complete("hello")
-        else:
-            assert (await client.complete("hello")).text == "h"
+        assert (await client.complete("hello")).text == "h", "what was answered was answered"
         assert client.statistics().inflight == {}
         assert ledger.audit() == ()
     assert client.statistics().late_outputs == 0
@@ -264,7 +277,9 @@ async def test_C11_all_state_of_a_request_is_gone_however_it_ended(
         await _settle()
         check_idle(cluster)
         (loop,) = (slot.loop for slot in cluster._slots)
-        assert len(cluster.client._inflight) == len(cluster.client._ledger._charges) == 0
+        (flights,) = cluster._flights
+        assert len(flights) == flights.placed == len(flights._queue) == len(flights._deadlines) == 0
+        assert cluster.client._ledger.statistics().inflight == 0
         assert len(loop._deliver) == len(loop.inbox._requests) == len(loop.inbox._aborts) == 0
         statistics = cluster.client.statistics()
         assert statistics.started == statistics.finished + statistics.aborted == 300

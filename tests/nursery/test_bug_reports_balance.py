@@ -171,14 +171,16 @@ def test_B01_nobody_queues_while_another_engine_has_room(policy: str) -> None:
                 waiting == 0
                 and running < loop.core.limits.max_num_seqs
                 and loop.core.get_kv_cache_usage() < 0.5
-                for loop, (running, waiting) in zip([slot.loop for slot in cluster._slots], counts(cluster), strict=True)
+                for loop, (running, waiting) in zip(
+                    [slot.loop for slot in cluster._slots], counts(cluster), strict=True
+                )
             )
             if not (room and any(waiting for _, waiting in counts(cluster))):
                 queued_since.clear()
             elif not queued_since:
                 queued_since.append(now)
             else:
-                assert now - queued_since[0] <= interval_s + longest_step_s
+                assert now - queued_since[0] < interval_s + longest_step_s + look_s
 
         await closed_loop(cluster, iter(work), users=64, look=look, every_s=look_s)
 
@@ -231,7 +233,7 @@ def test_B03_imbalance_does_not_grow_with_time(hours: int) -> None:
 
         await closed_loop(cluster, work(), users=50, look=look, every_s=300, apart_s=7)
 
-    run(body, Slow, engines=4)
+    run(body, Slow, "engines.0.supervision.step_timeout=10m", engines=4)
     half = len(spreads) // 2
     assert statistics.fmean(spreads[half:]) <= statistics.fmean(spreads[:half]) + 0.5
     assert max(spreads) <= 6, "of twelve or thirteen on each"

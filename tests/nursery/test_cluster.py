@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import trio
 import trio.testing
-
 from attrs import evolve
 
 from dpkit._trio import seeded_scheduler
