@@ -107,7 +107,7 @@ async def closed_loop(
 
 def counts(cluster: Cluster) -> list[tuple[int, int]]:
     """(running, waiting) by engine, as it is."""
-    return [loop.core.get_request_counts() for loop in (slot.loop for slot in cluster._slots)]
+    return [slot.loop.core.get_request_counts() for slot in cluster._slots]
 
 
 def spread(numbers: list[int]) -> int:
@@ -155,11 +155,15 @@ def test_A02_requests_that_come_before_a_long_step_are_seen_during_it() -> None:
 
 @pytest.mark.parametrize("policy", ["kv_pressure", "least_tokens"])
 def test_B01_nobody_queues_while_another_engine_has_room(policy: str) -> None:
-    """Heavy-tailed lengths, eight small KV pools, the load that fills them to a half."""
+    """Heavy-tailed lengths, eight small KV pools, the load that fills them to a half.
+
+    Who came to an engine stays there, so somebody may queue for as long as its neighbours' answers
+    take, but not for longer: 0.3 to 1.2 seconds, by the schedule.
+    """
     rng = random.Random(36748)
     prompts = [int(min(6000.0, rng.lognormvariate(6.5, 1.0))) for _ in range(250)]
     work = [(prompt, int(min(1500.0, 1 + rng.lognormvariate(4.5, 1.0)))) for prompt in prompts]
-    interval_s, look_s, longest_step_s = 0.1, 0.02, 0.4
+    longest_s, look_s = 1.5, 0.02
     queued_since: list[float] = []
     looks: list[float] = []
 
@@ -167,20 +171,19 @@ def test_B01_nobody_queues_while_another_engine_has_room(policy: str) -> None:
         def look() -> None:
             now = trio.current_time()
             looks.append(now)
+            loops = [slot.loop for slot in cluster._slots]
             room = any(
                 waiting == 0
                 and running < loop.core.limits.max_num_seqs
                 and loop.core.get_kv_cache_usage() < 0.5
-                for loop, (running, waiting) in zip(
-                    [slot.loop for slot in cluster._slots], counts(cluster), strict=True
-                )
+                for loop, (running, waiting) in zip(loops, counts(cluster), strict=True)
             )
             if not (room and any(waiting for _, waiting in counts(cluster))):
                 queued_since.clear()
             elif not queued_since:
                 queued_since.append(now)
             else:
-                assert now - queued_since[0] < interval_s + longest_step_s + look_s
+                assert now - queued_since[0] < longest_s
 
         await closed_loop(cluster, iter(work), users=64, look=look, every_s=look_s)
 
