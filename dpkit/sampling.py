@@ -6,13 +6,13 @@ docs/sampling.md has the formulas. A leaf module: knows nothing of how tokens ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import field, frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     Validator: TypeAlias = Callable[[Any, Any, Any], None]
 
@@ -25,7 +25,20 @@ _LARGEST_PENALTY = 2  # OpenAI's
 _HOTTEST = 100
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 0.01, 100
 
-_MOST_TOKENS = 2**31 - 1  # no text is as long; ids and counts fit what models compute with
+MOST_TOKENS = 2**31 - 1  # no text is as long; ids and counts fit what models compute with
+
+_LEAST_SEED, _LARGEST_SEED = -(2**63), 2**64 - 1  # whatever 64 bits can hold, signed or not
+
+_MOST_SHOWN = 60  # characters of a wrong value; the message is for a line in a log
+
+
+def shown(value: object) -> str:
+    """A wrong value as a message shows it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - somebody else's class, or an int too long for a string
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
 
 
 def _refuse_unless(accepts: Callable[[Any], bool], words: str) -> Validator:
@@ -33,7 +46,7 @@ def _refuse_unless(accepts: Callable[[Any], bool], words: str) -> Validator:
 
     def validate(_: object, attribute: Any, value: Any) -> None:
         if not accepts(value):
-            raise ValueError(f"{attribute.name} must be {words}, not {value!r}")
+            raise ValueError(f"{attribute.name} must be {words}, not {shown(value)}")
 
     return validate
 
@@ -70,33 +83,40 @@ _SHARE_ABOVE_0 = _refuse_unless(
     lambda value: _is_real(value, 0, 1) and value > 0, "a number above 0, at most 1"
 )
 _FLAG = _refuse_unless(lambda value: isinstance(value, bool), "True or False")
-_SEED = _refuse_unless(lambda value: value is None or type(value) is int, "None or a whole number")
+_SEED = _refuse_unless(
+    lambda value: value is None or _is_whole(value, _LEAST_SEED, _LARGEST_SEED),
+    "None or a whole number of at most 64 bits",
+)
 
 
 def _token_ids(_: object, attribute: Any, value: tuple[Any, ...]) -> None:
     for token_id in value:
-        if not _is_whole(token_id, 0, _MOST_TOKENS):
-            raise ValueError(f"{attribute.name} must be token ids, from 0 on, not {token_id!r}")
+        if not _is_whole(token_id, 0, MOST_TOKENS):
+            raise ValueError(
+                f"{attribute.name} must be token ids, from 0 on, not {shown(token_id)}"
+            )
 
 
 def _strings(_: object, attribute: Any, value: tuple[Any, ...]) -> None:
     for string in value:
         if not (isinstance(string, str) and string):
-            raise ValueError(f"{attribute.name} must be strings that are not empty, not {string!r}")
+            raise ValueError(
+                f"{attribute.name} must be strings that are not empty, not {shown(string)}"
+            )
 
 
 def _biases(_: object, attribute: Any, value: tuple[Any, ...]) -> None:
     for pair in value:
         match pair:
-            case (token_id, bias) if _is_whole(token_id, 0, _MOST_TOKENS):
+            case (token_id, bias) if _is_whole(token_id, 0, MOST_TOKENS):
                 if not _is_real(bias, -_LARGEST_BIAS, _LARGEST_BIAS):
                     raise ValueError(
                         f"{attribute.name} must be from -{_LARGEST_BIAS} to {_LARGEST_BIAS}, "
-                        f"not {bias!r} for token {token_id}"
+                        f"not {shown(bias)} for token {token_id}"
                     )
             case _:
                 raise ValueError(
-                    f"{attribute.name} must map token ids, from 0 on, to numbers, not {pair!r}"
+                    f"{attribute.name} must map token ids, from 0 on, to numbers, not {shown(pair)}"
                 )
 
 
@@ -104,7 +124,7 @@ def _at_most_max_tokens(sampling: SamplingParams, attribute: Any, value: Any) ->
     if not _is_whole(value, 0, sampling.max_tokens):
         raise ValueError(
             f"{attribute.name} must be a whole number from 0 to max_tokens, which is "
-            f"{sampling.max_tokens}, not {value!r}"
+            f"{sampling.max_tokens}, not {shown(value)}"
         )
 
 
@@ -112,7 +132,10 @@ def _several(value: Any) -> tuple[Any, ...]:
     """Whatever was given as a tuple, for the validators to judge."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, Iterable) else (value,)
+    try:
+        return tuple(value)
+    except TypeError:  # not iterable, or it only says so
+        return (value,)
 
 
 def _as_strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -141,13 +164,13 @@ class SamplingParams:
         ValueError: a field is out of range; the message names it.
     """
 
-    max_tokens: int = field(default=128, validator=_whole(1, _MOST_TOKENS))
+    max_tokens: int = field(default=128, validator=_whole(1, MOST_TOKENS))
     min_tokens: int = field(default=0, validator=_at_most_max_tokens)
     """Nothing ends the text before it has this many tokens."""
 
     temperature: float = field(default=0.0, validator=_real(0, _HOTTEST))
     """0 is greedy."""
-    top_k: int = field(default=0, validator=_whole(0, _MOST_TOKENS))
+    top_k: int = field(default=0, validator=_whole(0, MOST_TOKENS))
     """Only the k best are candidates; 0: all are."""
     top_p: float = field(default=1.0, validator=_SHARE_ABOVE_0)
     """Only as few of the best as hold this share are candidates."""

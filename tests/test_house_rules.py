@@ -36,6 +36,7 @@ LAYERS = [
     ["dpkit.link", "dpkit.nursery.runner", "dpkit.nursery.busyloop"],
     [
         "dpkit.nursery.coordinator",
+        "dpkit.nursery.prompts",
         "dpkit.nursery.requests",
         "dpkit.nursery.flight",
         "dpkit.nursery.flights",

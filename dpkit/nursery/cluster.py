@@ -259,12 +259,15 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
         ``cluster.grace`` seconds; only a step that hangs in a thread leaves that thread behind.
 
     Error handling:
+        ValueError: `clients` is no whole number from 1 on.
         ConfigError, ModelNotFound, ModelUnsupported: raised before any engine starts. An engine
         that dies is restarted; its requests go elsewhere or get `EngineLost`. ClusterFailed: fewer
         engines than ``cluster.min_ready`` are left, or the coordinator died; the body was
         cancelled, the first error is the cause. ClusterNotStarted: likewise, before the body
         began. What the body raises comes out bare and unchanged.
     """
+    if type(clients) is not int or clients < 1:
+        raise ValueError(f"clients must be a whole number from 1 on, not {clients!r}")
     if not isinstance(config, Config):
         config = load_config(config)
     cluster = Cluster(config, await load_models(config), clients=clients)

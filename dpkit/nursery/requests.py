@@ -1,6 +1,7 @@
-"""From a prompt and keywords to requests: encoding, defaults, seeds, one request for each choice.
+"""From a prompt and keywords to requests: checks, defaults, seeds, one request for each choice.
 
-Owns the tokenizer and the client's random numbers. Knows nothing of engines or of what runs.
+Whatever is wrong with a request is said here, to its caller alone; what passes is of the right
+types. Owns the client's random numbers. Knows nothing of engines or of what runs.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from attrs import evolve, frozen
 
 from dpkit.errors import RequestRejected
 from dpkit.messages import GenerateRequest, SamplingParams
+from dpkit.nursery.prompts import Encoder
+from dpkit.sampling import shown
 from dpkit.text.transcript import Transcript
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from dpkit.abc import Tokenizer
-
-    Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+    from dpkit.nursery.prompts import Prompt
 
 
 class RequestOptions(TypedDict, total=False):
@@ -80,7 +82,7 @@ class RequestMaker:
     """
 
     def __init__(self, tokenizer: Tokenizer, rng: random.Random, prefix: str) -> None:
-        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
         self._rng = rng
         self._ids = (f"{prefix}-{n}" for n in itertools.count(1))
 
@@ -90,33 +92,54 @@ class RequestMaker:
         """Make a request for each of the `n` choices.
 
         Raises:
-            RequestRejected: a field is out of range, or the prompt cannot be encoded.
+            RequestRejected: an option is of the wrong type or out of range, or the prompt cannot
+                be encoded.
+            TypeError: there is no such option.
         """
         fields: dict[str, Any] = dict(options)
-        request_id = fields.pop("request_id", None) or next(self._ids)
-        request = GenerateRequest(
-            request_id=request_id,
-            prompt_token_ids=self._encode(prompt),
-            engine=fields.pop("engine", None),
-            cache_salt=fields.pop("cache_salt", ""),
-            deadline=_deadline(fields.pop("timeout", None), request_id),
-            priority=fields.pop("priority", 0),
-            tenant=fields.pop("tenant", None),
-            resume=fields.pop("resume", False),
-            sampling=self._sampling(sampling or SamplingParams(), fields, request_id),
-        )
-        choices = [choice_of(request, index) for index in range(request.sampling.n)]
-        return tuple(Asked(choice, self._transcript(prompt, choice)) for choice in choices)
+        request_id = self._request_id(fields.pop("request_id", None))
+        try:
+            request = self._request(request_id, prompt, sampling, fields)
+            choices = [choice_of(request, index) for index in range(request.sampling.n)]
+            return tuple(Asked(choice, self._transcript(prompt, choice)) for choice in choices)
+        except RequestRejected as error:
+            message = f"request {request_id}: {error}"
+            raise RequestRejected(message, request_id=request_id) from error.__cause__
 
-    def _sampling(
-        self, sampling: SamplingParams, fields: dict[str, Any], request_id: str
-    ) -> SamplingParams:
+    def _request_id(self, given: Any) -> str:
+        request_id = next(self._ids) if given is None or given == "" else given
+        if not isinstance(request_id, str):
+            raise RequestRejected(f"request_id must be None or text, not {shown(given)}")
+        return request_id
+
+    def _request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        fields: dict[str, Any],
+    ) -> GenerateRequest:
+        own = {name: fields.pop(name) for name in _OPTIONS if name in fields}
+        for name, value in own.items():
+            kind, words = _OPTIONS[name]
+            if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+                raise RequestRejected(f"{name} must be {words}, not {shown(value)}")
+        if not isinstance(sampling, SamplingParams | None):
+            raise RequestRejected(f"sampling must be SamplingParams, not {shown(sampling)}")
+        deadline = _deadline(own.pop("timeout", None))
+        return GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=self._encoder.encode(prompt),
+            deadline=deadline,
+            sampling=self._sampling(sampling or SamplingParams(), fields),
+            **own,
+        )
+
+    def _sampling(self, sampling: SamplingParams, fields: dict[str, Any]) -> SamplingParams:
         try:
             sampling = evolve(sampling, **fields)
         except ValueError as error:
-            raise RequestRejected(
-                f"request {request_id}: bad sampling option: {error}", request_id=request_id
-            ) from error
+            raise RequestRejected(f"bad sampling option: {error}") from error
         if sampling.seed is None:
             # Drawn here rather than in the engine: a retry elsewhere repeats the same text.
             sampling = evolve(sampling, seed=self._rng.getrandbits(63))
@@ -124,41 +147,36 @@ class RequestMaker:
             sampling = evolve(sampling, prompt_logprobs=sampling.logprobs)
         return sampling
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(self._tokenizer.encode(prompt))
-        token_ids = tuple(item for item in prompt if isinstance(item, int))
-        if len(token_ids) == len(prompt):
-            return token_ids
-        return tuple(
-            self._tokenizer.encode_chat([dict(m) for m in prompt if not isinstance(m, int)])
-        )
-
     def _transcript(self, prompt: Prompt, request: GenerateRequest) -> Transcript:
-        sampling = request.sampling
+        sampling, token_ids = request.sampling, request.prompt_token_ids
         return Transcript(
-            self._tokenizer.decoder(request.prompt_token_ids),
+            self._encoder.decoder(token_ids),
             stop=sampling.stop,
             min_tokens=sampling.min_tokens,
-            prefix=self._text(prompt, request) if sampling.echo else "",
+            prefix=self._encoder.text(prompt, token_ids) if sampling.echo else "",
         )
 
-    def _text(self, prompt: Prompt, request: GenerateRequest) -> str:
-        """The prompt as it was given, or what its tokens say."""
-        if isinstance(prompt, str):
-            return prompt
-        return Transcript(self._tokenizer.decoder()).feed(request.prompt_token_ids, last=True)
+
+# What an option may be, and how that is said. The sampling's own fields check themselves.
+_OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "engine": (str | None, "None or the name of an engine"),
+    "cache_salt": (str, "text"),
+    "timeout": (float | int | None, "None or a number of seconds"),
+    "priority": (int, "a whole number"),
+    "tenant": (str | None, "None or text"),
+    "resume": (bool, "True or False"),
+}
 
 
-def _deadline(timeout: float | None, request_id: str) -> float | None:
+def _deadline(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if not timeout > 0:
-        raise RequestRejected(
-            f"request {request_id}: timeout must be more than 0 seconds, not {timeout!r}",
-            request_id=request_id,
-        )
-    return trio.current_time() + timeout
+        raise RequestRejected(f"timeout must be more than 0 seconds, not {shown(timeout)}")
+    try:
+        return trio.current_time() + timeout
+    except OverflowError:  # an int beyond all floats: no time at all
+        return None
 
 
 def choice_of(request: GenerateRequest, index: int) -> GenerateRequest:

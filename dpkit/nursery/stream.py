@@ -60,6 +60,7 @@ class OutputStream:
         self._mailbox = Mailbox(request.request_id)
         self._placed = trio.lowlevel.ParkingLot()
         self._failure: Exception | None = None
+        self._read_failure: Exception | None = None  # the same, once the reader has come to it
         self._started_at = self._first_token_at = self._ended_at = math.nan
 
     def __repr__(self) -> str:
@@ -130,9 +131,12 @@ class OutputStream:
             ClusterClosed: the cluster was left meanwhile.
             ClosedResourceError: the stream was closed, by this task or another.
             BusyResourceError: another task is reading it.
+            What a request failed with is raised again by every later call.
         """
         if self.placement is None:
             raise RuntimeError("nothing was asked yet: enter the stream with `async with` first")
+        if self._read_failure is not None:
+            raise self._read_failure
         if self.finish_reason is not None:
             raise StopAsyncIteration
         received = await self._mailbox.take()
@@ -143,6 +147,7 @@ class OutputStream:
         self.prompt_logprobs.extend(received.prompt_logprobs)
         self.text += text
         if received.error is not None:
+            self._read_failure = received.error
             raise received.error
         return Output(
             text=text,
@@ -206,7 +211,10 @@ class OutputStream:
         """The whole request in one object, once it has finished.
 
         Times are those of delivery, not of reading: a slow reader does not make an engine slow.
+        What a request failed with is raised here too.
         """
+        if self._read_failure is not None:
+            raise self._read_failure
         if self.finish_reason is None or self.placement is None:
             raise InternalError(f"request {self.request_id} has not finished: read it to its end")
         return Completion(

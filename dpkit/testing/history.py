@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from dpkit.messages import Batch, StepResult
     from dpkit.nursery.client import Client
     from dpkit.nursery.cluster import Cluster
-    from dpkit.nursery.requests import Prompt, RequestOptions
+    from dpkit.nursery.prompts import Prompt
+    from dpkit.nursery.requests import RequestOptions
 
 LEFT = "left"
 """Outcome of a request whose reader went away."""

@@ -102,6 +102,15 @@ async def test_engines_are_numbered_within_their_group(
             assert completion.engine == each.engine
 
 
+@pytest.mark.parametrize("clients", [0, -1, "2", True, 1.0])
+async def test_a_cluster_has_one_client_or_more(
+    clients: Any, make_config: Callable[..., Config]
+) -> None:
+    with pytest.raises(ValueError, match="clients must be a whole number from 1 on"):
+        async with open_cluster(make_config(), clients=clients):
+            pass
+
+
 async def test_a_config_that_is_wrong_starts_nothing(tmp_path: Path) -> None:
     path = tmp_path / "dpkit.toml"
     path.write_text('[[engines]]\nmodel = "echo"\ncuont = 2\n')

@@ -33,7 +33,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0.0}, "top_p must be a number above 0, at most 1, not 0.0"),
     ({"top_p": 1.1}, "top_p must be a number above 0, at most 1, not 1.1"),
     ({"min_p": 1.1}, "min_p must be a number from 0 to 1, not 1.1"),
-    ({"seed": 0.5}, "seed must be None or a whole number, not 0.5"),
+    ({"seed": 0.5}, "seed must be None or a whole number of at most 64 bits, not 0.5"),
     ({"repetition_penalty": 0.0}, "repetition_penalty must be a number from 0.01 to 100, not 0.0"),
     ({"presence_penalty": 2.1}, "presence_penalty must be a number from -2 to 2, not 2.1"),
     ({"frequency_penalty": -3}, "frequency_penalty must be a number from -2 to 2, not -3"),
@@ -71,7 +71,7 @@ def test_every_field_has_a_value_that_is_refused() -> None:
 
 def test_the_ends_of_every_range_are_taken() -> None:
     SamplingParams(
-        max_tokens=1, min_tokens=1, temperature=0, top_k=1, top_p=1, min_p=1, seed=-(2**64)
+        max_tokens=1, min_tokens=1, temperature=0, top_k=1, top_p=1, min_p=1, seed=-(2**63)
     )
     SamplingParams(
         temperature=100.0, repetition_penalty=100, presence_penalty=-2, frequency_penalty=2.0

@@ -1,0 +1,127 @@
+"""Prompts of every kind become token ids, and what cannot be one is refused in words.
+
+All that a tokenizer is given or gives passes through here: a prompt that it chokes on is refused
+alone and never reaches an engine. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from dpkit.errors import RequestRejected
+from dpkit.sampling import MOST_TOKENS, shown
+from dpkit.text.transcript import Transcript
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dpkit.abc import TextDecoder, Tokenizer
+
+    Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+_KINDS = "a prompt is text, token ids, or chat messages with role and content"
+
+
+class Encoder:
+    """One tokenizer behind checks; every method raises `RequestRejected` and nothing else."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt.
+
+        Ids may be any whole numbers that index a list, NumPy's too, but no booleans. Whether they
+        are in the vocabulary is for the engine to say, which knows its model.
+        """
+        if isinstance(prompt, str):
+            _refuse_surrogates(prompt)
+            with _tokenizing():
+                return _whole(self._tokenizer.encode(prompt))
+        items = _items(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            messages = [_message(item) for item in items]
+            with _tokenizing():
+                return _whole(self._tokenizer.encode_chat(messages))
+        return _whole(items)
+
+    def text(self, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
+        """The prompt as it was given, or what its tokens say."""
+        if isinstance(prompt, str):
+            return prompt
+        with _tokenizing():
+            return Transcript(self._tokenizer.decoder()).feed(token_ids, last=True)
+
+    def decoder(self, token_ids: tuple[int, ...]) -> TextDecoder:
+        """Make a fresh decoder for what follows these tokens."""
+        with _tokenizing():
+            return self._tokenizer.decoder(token_ids)
+
+
+@contextmanager
+def _tokenizing() -> Iterator[None]:
+    try:
+        yield
+    except RequestRejected:
+        raise
+    except Exception as error:
+        raise RequestRejected(
+            f"the model's tokenizer cannot take this prompt: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _items(prompt: Any) -> tuple[Any, ...]:
+    """What a sequence holds. An iterator, a set, a mapping or bytes is no prompt."""
+    no_prompt = isinstance(prompt, (bytes, bytearray, memoryview, Mapping))
+    if no_prompt or not (hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")):
+        raise RequestRejected(f"{_KINDS}, not {shown(prompt)}")
+    try:
+        return tuple(prompt)
+    except Exception as error:  # a NumPy array without a dimension, a sequence of somebody else's
+        raise RequestRejected(f"{_KINDS}, not {shown(prompt)}: {error}") from error
+
+
+def _whole(items: Any) -> tuple[int, ...]:
+    token_ids = tuple(items)
+    if not all(type(item) is int for item in token_ids):
+        token_ids = tuple(map(_index, token_ids))
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= MOST_TOKENS):
+        wrong = next(item for item in token_ids if not 0 <= item <= MOST_TOKENS)
+        raise RequestRejected(f"token ids must be 0 or more, in 31 bits, not {shown(wrong)}")
+    return token_ids
+
+
+def _index(item: Any) -> int:
+    if not isinstance(item, bool):
+        try:
+            return index(item)
+        except Exception:  # noqa: BLE001, S110 - whatever it is, it is refused below
+            pass
+    raise RequestRejected(f"{_KINDS}; it has {shown(item)} where a token id should be")
+
+
+def _message(item: Mapping[Any, Any]) -> dict[str, str]:
+    message = dict(item)
+    for key in ("role", "content"):
+        if not isinstance(value := message.get(key), str):
+            raise RequestRejected(
+                f"a chat message needs {key!r} as text, not {shown(value)}"
+                if key in message
+                else f"a chat message has no {key!r}: {shown(message)}"
+            )
+        _refuse_surrogates(value)
+    return message
+
+
+def _refuse_surrogates(text: str) -> None:
+    """Refuse half of a UTF-16 pair: no UTF-8, so no tokenizer was made for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRejected(
+            f"the prompt is no Unicode text: half of a surrogate pair at character {error.start}; "
+            "it was most likely decoded from bytes that are not UTF-8"
+        ) from None

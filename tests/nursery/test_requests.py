@@ -1,0 +1,196 @@
+"""The edge where requests come in: what is wrong is refused there, alone, and in words."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpkit import open_cluster
+from dpkit.config.load import parse_config
+from dpkit.engine.core import EngineCore
+from dpkit.engine.limits import resolve_limits
+from dpkit.engine.models.echo import EchoModel
+from dpkit.errors import DpkitError, RequestRejected
+from dpkit.nursery.requests import RequestMaker, RequestOptions
+from dpkit.testing.idle import check_idle
+from dpkit.text.bytes import ByteDecoder, ByteTokenizer
+
+if TYPE_CHECKING:
+    from dpkit.messages import FinishReason, GenerateRequest
+
+HUGE = 10**5000  # Python refuses to write it out
+LONG = HUGE, -HUGE, 10**30, -(10**30), 2**63, 2**64
+
+GARBAGE: st.SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.sampled_from(LONG),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(["\ud800", "\x00", b"x", np.int64(3), np.float32(0.5), np.array(1), object()]),
+    st.lists(st.integers(-1, 300) | st.sampled_from(LONG) | st.text(max_size=2), max_size=3),
+    st.dictionaries(st.integers(-1, 300), st.floats(), max_size=2),
+)
+
+MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from(["role", "content", "name"]), GARBAGE, max_size=3), max_size=2
+)
+
+
+def maker(tokenizer: Any = None) -> RequestMaker:
+    return RequestMaker(tokenizer or ByteTokenizer(), random.Random(0), "test")
+
+
+def serve(request: GenerateRequest) -> FinishReason | None:
+    """What an engine makes of a request, which must not be its end."""
+    model = EchoModel()
+    limits = resolve_limits(
+        model.spec,
+        max_num_seqs=None,
+        max_num_batched_tokens=None,
+        block_size=16,
+        num_blocks=64,
+        memory=None,
+        prefix_cache=True,
+    )
+    core = EngineCore(model, limits=limits)
+    core.add(request)
+    reason = None
+    while core.has_requests() and reason is None:
+        outputs = list(core.take_outputs())
+        if (batch := core.schedule()) is not None:
+            outputs += core.apply(batch, model.execute(batch, None))
+        reason = next((output.finish_reason for output in outputs), None)
+    core.abort([request.request_id])
+    core.check()
+    return reason
+
+
+@given(
+    prompt=GARBAGE | MESSAGES | st.just("hello"),
+    options=st.dictionaries(
+        st.sampled_from(sorted(RequestOptions.__optional_keys__)), GARBAGE, max_size=3
+    ),
+)
+def test_whatever_is_asked_an_engine_can_serve_it_or_it_is_rejected(
+    prompt: Any, options: dict[str, Any]
+) -> None:
+    async def ask() -> None:
+        try:
+            asked = maker().make(prompt, None, {"max_tokens": 4, **options})  # type: ignore[typeddict-item]
+        except RequestRejected:
+            return
+        for each in asked[:2]:
+            serve(each.request)
+
+    trio.run(ask, clock=trio.testing.MockClock())
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *(None, 5, 0.5, b"bytes", {"a": 1}, {1, 2}, iter([1, 2]), np.array(7), object()),
+        *([True], [1.5], [None], ["a"], [[1, 2]], [-1], [2**31], [HUGE], [1, {"role": "user"}]),
+        *([{}], [{"role": "user"}], [{"content": "hi"}], [{"role": 1, "content": "hi"}]),
+        *([{"role": "user", "content": None}], [{"role": "user", "content": "\ud800"}], "\udcff"),
+    ],
+    ids=lambda prompt: type(prompt).__name__,
+)
+@pytest.mark.parametrize("echo", [False, True])
+def test_what_is_no_prompt_is_rejected(prompt: Any, echo: bool) -> None:
+    with pytest.raises(RequestRejected, match=r"^request test-1: ") as caught:
+        maker().make(prompt, None, {"echo": echo})
+    assert caught.value.request_id == "test-1"
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize(
+    "prompt", [range(3), (0, 1, 2), np.arange(3), [np.int64(0), 1, np.uint8(2)]], ids=repr
+)
+def test_whole_numbers_of_any_type_are_token_ids(prompt: Any) -> None:
+    [asked] = maker().make(prompt, None, {})
+    assert asked.request.prompt_token_ids == (0, 1, 2)
+    assert {type(token_id) for token_id in asked.request.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("engine", 0),
+        ("cache_salt", None),
+        ("cache_salt", b"salt"),
+        ("timeout", "1"),
+        ("timeout", True),
+        ("timeout", math.nan),
+        ("timeout", -HUGE),
+        ("priority", "high"),
+        ("priority", 0.5),
+        ("tenant", 7),
+        ("resume", 1),
+        ("request_id", 7),
+        ("seed", HUGE),
+        ("max_tokens", HUGE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_an_option_of_the_wrong_type_is_named(option: str, value: Any) -> None:
+    options: Any = {option: value}
+    with pytest.raises(RequestRejected, match=rf"{option} must be "):
+        maker().make("hello", None, options)
+
+
+def test_a_time_out_beyond_all_numbers_is_none() -> None:
+    async def ask() -> None:
+        [asked] = maker().make("hello", None, {"timeout": HUGE})
+        assert asked.request.deadline is None
+
+    trio.run(ask)
+
+
+class _Broken(ByteTokenizer):
+    """Encodes to whatever it was given, or raises it."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def encode(self, text: str) -> Any:  # noqa: ARG002
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class _Undecodable(ByteTokenizer):
+    def decoder(self, prompt_token_ids: Any = ()) -> ByteDecoder:
+        raise OverflowError(prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        *(_Broken(each) for each in (None, 5, [1.5], ["a"], [-1], ValueError("no such letter"))),
+        _Undecodable(),
+    ],
+)
+def test_a_tokenizer_that_fails_fails_one_request(tokenizer: ByteTokenizer) -> None:
+    with pytest.raises(RequestRejected, match=r"^request test-1: "):
+        maker(tokenizer).make("hello", None, {})
+
+
+async def test_a_rejected_request_leaves_nothing_behind(autojump_clock: object) -> None:
+    rejected: list[Any] = [None, [-1], "\ud800", [{"role": "user"}]]
+    async with open_cluster(parse_config('[[engines]]\nmodel = "echo"\n')) as cluster:
+        for prompt in rejected:
+            with pytest.raises(DpkitError):
+                await cluster.client.complete(prompt)
+        assert cluster.client.statistics().started == 0
+        assert (await cluster.client.complete("fine")).text == "fine"
+        check_idle(cluster)
