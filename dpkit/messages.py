@@ -107,6 +107,18 @@ class Completion:
 
 
 @frozen(kw_only=True)
+class StepReport:
+    """What an engine's queue counts do not say: how much work its requests are.
+
+    Token-aware balancing needs it, since one long prompt is more work than ten short ones.
+    """
+
+    step_time_s: float  # of the last step, the model's part; 0.0 before the first
+    unprefilled_tokens: int  # of running and waiting requests, cached prefixes counted in full
+    context_tokens: int  # cached for running requests; shared blocks count for each
+
+
+@frozen(kw_only=True)
 class EngineStats:
     """What an engine publishes: its queue counts and KV usage at one moment of one life.
 
@@ -122,6 +134,7 @@ class EngineStats:
     kv_cache_usage: float  # share of KV blocks in use, 0.0 to 1.0
     current_wave: int = 0
     step_counter: int = 0
+    report: StepReport | None = None
 
 
 @frozen(kw_only=True)

@@ -125,6 +125,14 @@ class EngineCore:
         """Share of the KV blocks that are held, 0.0 to 1.0."""
         return self._scheduler.pool.usage
 
+    def get_unprefilled_tokens(self) -> int:
+        """Tokens to compute before every request is decoding."""
+        return self._scheduler.unprefilled_tokens
+
+    def get_context_tokens(self) -> int:
+        """Tokens whose KV running requests hold."""
+        return self._scheduler.context_tokens
+
     def schedule(self) -> Batch | None:
         """Choose the next step; None exactly when there are no requests. Then `apply` it."""
         return self._scheduler.schedule()

@@ -73,6 +73,7 @@ class Scheduler:
         self.counters = Counters()
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self._waiting_tokens = 0  # kept, since the queue may be long and every report asks
         self._batch: Batch | None = None  # in flight
         self._step: dict[Request, BatchRow] = {}  # the same, by request
 
@@ -82,15 +83,18 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that fits the limits and whose id is free."""
         self.waiting[request.ask.request_id] = request
+        self._waiting_tokens += len(request.token_ids)
 
     def abort(self, request_id: str) -> None:
         """Drop a request, whatever its state; unknown ids are ignored.
 
         Its blocks are free at once, or when the step in flight has been applied.
         """
-        request = self.running.pop(request_id, None) or self.waiting.pop(request_id, None)
+        request = self.running.pop(request_id, None)
         if request is None:
-            return
+            if (request := self.waiting.pop(request_id, None)) is None:
+                return
+            self._waiting_tokens -= len(request.token_ids)
         request.move_to(FinishReason.ABORT)
         self.counters.requests_aborted += 1
         if request not in self._step:
@@ -131,6 +135,7 @@ class Scheduler:
             if not self._hold_all(request):
                 return
             del self.waiting[request.ask.request_id]
+            self._waiting_tokens -= len(request.token_ids)
             self.running[request.ask.request_id] = request
             request.move_to(Unfinished.RUNNING)
             plan.take(request)
@@ -156,6 +161,7 @@ class Scheduler:
         self._release(request)
         self.waiting[request_id] = request
         self.waiting.move_to_end(request_id, last=False)
+        self._waiting_tokens += len(request.token_ids)
         self.counters.preemptions += 1
         return request
 
@@ -230,6 +236,17 @@ class Scheduler:
         self.pool.release(request.block_ids)
         request.block_ids.clear()
 
+    @property
+    def unprefilled_tokens(self) -> int:
+        """Tokens to compute before every request is decoding; cached prefixes count in full."""
+        running = (len(r.token_ids) - r.num_computed for r in self.running.values())
+        return self._waiting_tokens + sum(left for left in running if left > 1)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens whose KV running requests hold."""
+        return sum(request.num_computed for request in self.running.values())
+
     def check(self) -> None:
         """Compare queues, states and blocks.
 
@@ -242,5 +259,7 @@ class Scheduler:
         for request in self.running.values():
             if request.state is not Unfinished.RUNNING:
                 raise InternalError(f"{request} runs and is {request.state}")
+        if self._waiting_tokens != sum(len(r.token_ids) for r in self.waiting.values()):
+            raise InternalError(f"{self._waiting_tokens} tokens wait, by a wrong count")
         holders = dict.fromkeys([*self.running.values(), *self._step])
         self.pool.check(request.block_ids for request in holders)

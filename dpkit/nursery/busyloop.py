@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from dpkit.errors import EngineLost, InternalError
-from dpkit.messages import EngineOutput, EngineStats
+from dpkit.messages import EngineOutput, EngineStats, StepReport
 from dpkit.names import FinishReason
 from dpkit.nursery.inbox import duplicate
 from dpkit.nursery.runner import open_runner
@@ -74,6 +74,7 @@ class BusyLoop:
         self._deliver: dict[str, Deliver] = {}
         self._seq = 0
         self._steps = 0
+        self._step_time_s = 0.0
 
     def __repr__(self) -> str:
         running, waiting = self.core.get_request_counts()
@@ -113,8 +114,9 @@ class BusyLoop:
             self._drain()
             self._publish_if_changed()  # a long step must not hide what arrived before it
             if (batch := self.core.schedule()) is not None:
-                self.step_started_at = trio.current_time()
+                self.step_started_at = began = trio.current_time()
                 result = await runner.execute(batch)
+                self._step_time_s = trio.current_time() - began
                 self.step_started_at = None
                 if self.cause is not None:  # given up while it ran: nobody waits for the outputs
                     raise self.cause
@@ -195,6 +197,14 @@ class BusyLoop:
         if self._runner is not None:
             self._runner.abandon()
 
+    def report(self) -> StepReport:
+        """How much work this engine's requests are, and how long its last step took."""
+        return StepReport(
+            step_time_s=self._step_time_s,
+            unprefilled_tokens=self.core.get_unprefilled_tokens(),
+            context_tokens=self.core.get_context_tokens(),
+        )
+
     def _publish_if_changed(self) -> None:
         if self._publish is None:
             return
@@ -211,6 +221,7 @@ class BusyLoop:
                     running=running,
                     kv_cache_usage=kv_cache_usage,
                     step_counter=self._steps,
+                    report=self.report(),
                 )
             )
 

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from dpkit.abc import Tokenizer
     from dpkit.balancer.ledger import Ledger
     from dpkit.messages import Completion, EngineId, SamplingParams
+    from dpkit.nursery.flight import RequestStatistics
     from dpkit.nursery.flights import Flights
-    from dpkit.nursery.requests import Prompt, RequestOptions
+    from dpkit.nursery.prompts import Prompt
+    from dpkit.nursery.requests import RequestOptions
 
 _LEFT = (Cause.CLIENT, Cause.DRAIN, Cause.SHUTDOWN)
 
@@ -37,6 +39,8 @@ class ClientStatistics:
     """Unfinished requests of this client on each engine."""
     queued: int
     """Requests that wait for a place."""
+    requests: tuple[RequestStatistics, ...]
+    """Each of those, oldest first."""
     started: int
     """Requests admitted."""
     causes: Mapping[Cause, int]
@@ -88,13 +92,14 @@ class Client:
 
         Args:
             prompt: Text, token ids, or chat messages (``{"role": …, "content": …}``), which are
-                put into the model's own chat template.
+                put into the model's own chat template. Text is tokenized here, at once: a megabyte
+                takes about a second, so bound what strangers send.
             sampling: How to sample; greedy when left out.
             **options: See `RequestOptions`; sampling fields replace those of `sampling`.
 
         Raises:
-            RequestRejected: a field is out of range, the prompt cannot be encoded, or `n` asks for
-                several completions.
+            RequestRejected: a field is of the wrong type or out of range, the prompt cannot be
+                encoded, or `n` asks for several completions.
         """
         [stream, *others] = self.generate_many(prompt, sampling, **options)
         if others:
@@ -155,6 +160,7 @@ class Client:
         return ClientStatistics(
             inflight=self._ledger.statistics().by_engine,
             queued=flights.queued,
+            requests=flights.statistics(),
             started=flights.started,
             causes=dict(flights.causes),
             retried=flights.retried,

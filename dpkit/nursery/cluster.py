@@ -124,6 +124,8 @@ class Cluster:
     async def wait_ready(self) -> None:
         """Wait until every engine serves or has been given up."""
         await self._roster.wait_settled(self._slots)
+        if self._roster.is_too_small:
+            await trio.sleep_forever()  # a supervisor is about to say so, and to cancel this
 
     async def drain(self, deadline: float = math.inf) -> None:
         """Admit no more requests, and wait until those under way have ended.

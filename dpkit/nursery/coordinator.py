@@ -1,39 +1,91 @@
 """The coordinator's task: stats from the fan-in go into the rules, snapshots go to every client.
 
 What is sent and when is decided by `dpkit.balancer.coordinator`; this module only has a clock and a
-channel.
+channel. Requests do without it: while it is away, clients place by their own counts and the last
+snapshot. So when it fails it is restarted, with rules that know nothing but who serves now, and
+learns the loads anew from what engines said last.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import TYPE_CHECKING
 
 import trio
+
+from dpkit.nursery.events import EventKind
+from dpkit.nursery.supervisor import Observer, Restarts, supervise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dpkit.balancer.coordinator import CoordinatorRules
     from dpkit.messages import Snapshot
+    from dpkit.nursery.events import EventLog
     from dpkit.nursery.fanin import StatsFanIn
+    from dpkit.nursery.membership import Membership
+
+RESTARTS = Restarts(intensity=sys.maxsize)
+"""It is never given up: waiting ten seconds for the next try costs nobody anything."""
+
+_log = logging.getLogger(__name__)
 
 
-async def run_coordinator(
-    rules: CoordinatorRules, fanin: StatsFanIn, tell: Callable[[Snapshot], None]
-) -> None:
-    """Serve until cancelled.
+class Coordinator(Observer):
+    """The coordinator of a cluster, through all its lives.
 
     Args:
-        rules: Owned by this task from now on.
-        fanin: Where engines publish; this task is its one receiver.
+        make_rules: Makes the rules of a life.
+        fanin: Where engines publish; this is its one receiver.
         tell: Hands a snapshot to every client; synchronous.
+        membership: Tells the rules who serves.
+        events: Told when a life is lost.
     """
-    while True:
-        # What is there already is read before publishing, so that no snapshot is older than known.
-        for stats in fanin.receive_nowait():
-            rules.on_stats(trio.current_time(), stats)
-        if wait := rules.due(trio.current_time()):
-            with trio.move_on_after(wait):
-                await fanin.wait_pending()
-        else:
-            tell(rules.publish(trio.current_time()))
+
+    def __init__(
+        self,
+        make_rules: Callable[[], CoordinatorRules],
+        fanin: StatsFanIn,
+        tell: Callable[[Snapshot], None],
+        membership: Membership,
+        events: EventLog,
+    ) -> None:
+        self.rules = make_rules()
+        """Of the present life."""
+        self.restarts = 0
+        self._make_rules = make_rules
+        self._fanin = fanin
+        self._tell = tell
+        self._membership = membership
+        self._events = events
+        membership.inform(self.rules)
+
+    async def run(self) -> None:
+        """Serve, life after life, until cancelled."""
+        await supervise({"coordinator": self._live}, RESTARTS, observer=self)
+
+    def failed(self, name: str, life: int, error: Exception) -> None:
+        """A life was lost."""
+        _log.warning("the %s was lost in its life %d: %r", name, life, error)
+        self._events.emit(EventKind.COORDINATOR_LOST, detail=repr(error))
+
+    async def _live(self, number: int) -> None:
+        if number:
+            self.restarts += 1
+            self.rules = self._make_rules()
+            self._membership.inform(self.rules)
+            self._fanin.repeat()
+        await self._serve(self.rules)
+
+    async def _serve(self, rules: CoordinatorRules) -> None:
+        while True:
+            # What is there already is read before publishing, so that no snapshot is older than
+            # known.
+            for stats in self._fanin.receive_nowait():
+                rules.on_stats(trio.current_time(), stats)
+            if wait := rules.due(trio.current_time()):
+                with trio.move_on_after(wait):
+                    await self._fanin.wait_pending()
+            else:
+                self._tell(rules.publish(trio.current_time()))

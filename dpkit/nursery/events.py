@@ -29,6 +29,7 @@ class EventKind(enum.StrEnum):
     ENGINE_STUCK = "engine_stuck"
     ENGINE_LOST = "engine_lost"
     ENGINE_DOWN = "engine_down"
+    COORDINATOR_LOST = "coordinator_lost"
     REQUEST_RETRIED = "request_retried"
     REQUEST_RESUMED = "request_resumed"
     REQUEST_ENDED = "request_ended"

@@ -37,7 +37,7 @@ class StatsFanIn:
         """The line from `publish` to `arrive`; whoever tests puts a bad one in its place."""
         self._ordered = ordered
         self._pending: dict[tuple[object, ...], EngineStats] = {}
-        self._newest: dict[str, tuple[int, int]] = {}
+        self._newest: dict[str, EngineStats] = {}
         self._lot = trio.lowlevel.ParkingLot()
         self._received = self._overwritten = self._stale = 0
 
@@ -48,11 +48,11 @@ class StatsFanIn:
     def arrive(self, stats: EngineStats) -> None:
         """Leave the stats in the engine's slot, unless it has seen newer ones."""
         self._received += 1
-        age = (stats.engine.epoch, stats.seq)
-        if age <= self._newest.get(stats.engine.name, (-1, -1)):
+        newest = self._newest.get(stats.engine.name)
+        if newest is not None and _age(stats) <= _age(newest):
             self._stale += 1
             return
-        self._newest[stats.engine.name] = age
+        self._newest[stats.engine.name] = stats
         slot = self._slot(stats)
         if slot in self._pending:
             self._overwritten += 1
@@ -70,6 +70,15 @@ class StatsFanIn:
         self._pending.clear()
         return messages
 
+    def repeat(self) -> None:
+        """Have the newest stats of every engine pending again: their receiver has lost its memory.
+
+        What engines publish is changes, and one that is busy with a long step would stay unknown.
+        """
+        self._pending = {self._slot(stats): stats for stats in self._newest.values()}
+        if self._pending:
+            self._lot.unpark()
+
     async def wait_pending(self) -> None:
         """Wait until some engine has published what was not yet received."""
         if self._pending:
@@ -82,3 +91,7 @@ class StatsFanIn:
         return FanInStatistics(
             received=self._received, overwritten=self._overwritten, stale=self._stale
         )
+
+
+def _age(stats: EngineStats) -> tuple[int, int]:
+    return stats.engine.epoch, stats.seq

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import trio
 from attrs import define, evolve, field, frozen
 
 from dpkit.balancer.admission import Entry
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from dpkit.balancer.admission import Ticket
     from dpkit.balancer.dispatch import Placement
     from dpkit.errors import DpkitError
-    from dpkit.messages import EngineOutput, GenerateRequest
+    from dpkit.messages import EngineId, EngineOutput, GenerateRequest
     from dpkit.nursery.stream import OutputStream
 
 _DRAIN_RETRY_S = 5.0
@@ -44,6 +45,21 @@ class Limits:
     resume: bool = False
 
 
+@frozen(kw_only=True)
+class RequestStatistics:
+    """One request under way, at one moment."""
+
+    request_id: str
+    engine: EngineId | None
+    """None: it waits for a place."""
+    prompt_tokens: int
+    output_tokens: int
+    """Delivered so far, read or not."""
+    age_s: float
+    retries: int
+    """Placements after a loss."""
+
+
 @define(eq=False)
 class Flight:
     """One request under way."""
@@ -57,6 +73,19 @@ class Flight:
     answered: bool = False
     """Whether the engine that has it now has given a token."""
     delivered: list[int] = field(factory=list)
+    retries: int = 0
+    admitted_at: float = field(factory=trio.current_time)
+
+    def statistics(self) -> RequestStatistics:
+        """What is known of the request now."""
+        return RequestStatistics(
+            request_id=self.request.request_id,
+            engine=None if self.placement is None else self.placement.engine,
+            prompt_tokens=len(self.request.prompt_token_ids),
+            output_tokens=len(self.delivered),
+            age_s=trio.current_time() - self.admitted_at,
+            retries=self.retries,
+        )
 
     @property
     def alarm(self) -> float:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dpkit.errors import DpkitError
     from dpkit.messages import EngineId, EngineOutput, Snapshot
     from dpkit.nursery.events import EventLog
-    from dpkit.nursery.flight import Limits
+    from dpkit.nursery.flight import Limits, RequestStatistics
     from dpkit.nursery.membership import Membership
     from dpkit.nursery.stream import OutputStream
 
@@ -75,6 +75,10 @@ class Flights:
         self._queue.max_queued = limits.max_queued
         if policy is not None:
             self._dispatch.use(policy)
+
+    def statistics(self) -> tuple[RequestStatistics, ...]:
+        """Every request under way, oldest first."""
+        return tuple(flight.statistics() for flight in self._flights.values())
 
     # Engines come and go.
 
@@ -298,6 +302,7 @@ class Flights:
             return False
         self._leave_engine(flight)
         flight.retries_left -= 1
+        flight.retries += 1
         flight.times_out_at = trio.current_time() + self._limits.queue_timeout
         if flight.delivered:
             self.resumed += 1

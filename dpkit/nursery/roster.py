@@ -82,6 +82,12 @@ class Roster:
         """Every engine, group by group."""
         return [slot for group in self.groups.values() for slot in group.slots]
 
+    @property
+    def is_too_small(self) -> bool:
+        """Whether fewer engines are left than a cluster can do with."""
+        left = sum(slot.state is not EngineState.DOWN for slot in self.slots)
+        return left < self.min_ready
+
     def make(
         self,
         group: EngineGroupConfig,
@@ -205,9 +211,8 @@ class Roster:
             rng=self._builder.rng(f"restarts of {team[0].engine}"),
             observer=_Team(team),
         )
-        left = sum(slot.state is not EngineState.DOWN for slot in self.slots)
         error = next((slot.last_error for slot in team if slot.last_error is not None), None)
-        if not self.closing and left < self.min_ready and error is not None:
+        if not self.closing and self.is_too_small and error is not None:
             raise error
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dpkit.engine.core import EngineCoreStatistics
+    from dpkit.messages import StepReport
     from dpkit.nursery.busyloop import BusyLoop
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flights import Flights
@@ -41,6 +42,7 @@ class EngineStatistics:
     restarts: int
     last_error: str | None
     """Of the life before, or of the last one of an engine that is down."""
+    report: StepReport
     core: EngineCoreStatistics
 
 
@@ -160,6 +162,7 @@ class EngineSlot:
             state=self.state,
             restarts=self.restarts,
             last_error=None if error is None else f"{type(error).__name__}: {error}",
+            report=self.loop.report(),
             core=self.loop.core.statistics(),
         )
 
