@@ -33,7 +33,7 @@ from dpkit.errors import (
 from dpkit.names import Cause
 from dpkit.nursery.build import Builder, load_models
 from dpkit.nursery.context import protected_context
-from dpkit.nursery.coordinator import run_coordinator
+from dpkit.nursery.coordinator import Coordinator
 from dpkit.nursery.events import EventKind, EventLog
 from dpkit.nursery.eventwriter import EventWriter
 from dpkit.nursery.fanin import StatsFanIn
@@ -62,6 +62,8 @@ class ClusterStatistics:
     engines: tuple[EngineStatistics, ...]
     clients: tuple[ClientStatistics, ...]
     coordinator: CoordinatorStatistics
+    """Since its last restart."""
+    coordinator_restarts: int
     fanin: FanInStatistics
 
 
@@ -73,14 +75,11 @@ class Cluster:
         self.events = EventLog()
         """What happened: engines that come and go, requests that end."""
         self._started = False
-        self._rules = CoordinatorRules(
-            sum(group.count for group in config.engines),
-            now=trio.current_time(),
-            interval=config.coordinator.interval,
-            wave_coordination=config.coordinator.wave_coordination,
-        )
         self._fanin = StatsFanIn(ordered=config.coordinator.wave_coordination)
-        self._membership = Membership(Health(config.balancer), self._rules)
+        self._membership = Membership(Health(config.balancer))
+        self._coordinator = Coordinator(
+            self._make_rules, self._fanin, self._tell, self._membership, self.events
+        )
         self._builder = Builder(config, models, self._membership, self._fanin, self.events)
         self._roster = Roster(config, self._builder, self._membership)
         made = [self._builder.client(index, clients) for index in range(clients)]
@@ -96,6 +95,10 @@ class Cluster:
         return self.clients[0]
 
     @property
+    def _rules(self) -> CoordinatorRules:
+        return self._coordinator.rules
+
+    @property
     def _slots(self) -> list[EngineSlot]:
         return self._roster.slots
 
@@ -105,6 +108,7 @@ class Cluster:
             engines=tuple(slot.statistics() for slot in self._slots),
             clients=tuple(client.statistics() for client in self.clients),
             coordinator=self._rules.statistics(),
+            coordinator_restarts=self._coordinator.restarts,
             fanin=self._fanin.statistics(),
         )
 
@@ -209,9 +213,7 @@ class Cluster:
             services.stop_with(writer.flush)  # added first, so last to run: engines end before logs
             services.start_soon(writer.run, name="event writer")
         services.stop_with(self._stop)
-        services.start_soon(
-            run_coordinator, self._rules, self._fanin, self._tell, name="coordinator"
-        )
+        services.start_soon(self._coordinator.run, name="coordinator")
         services.start_soon(self._membership.keep_time, name="ejection timer")
         for flights in self._flights:
             services.start_soon(flights.keep_time, name="deadline timer")
@@ -241,6 +243,15 @@ class Cluster:
         finally:
             for slot in self._slots:
                 slot.abandon()
+
+    def _make_rules(self) -> CoordinatorRules:
+        settings = self.config.coordinator
+        return CoordinatorRules(
+            sum(group.count for group in self.config.engines),
+            now=trio.current_time(),
+            interval=settings.interval,
+            wave_coordination=settings.wave_coordination,
+        )
 
     def _tell(self, snapshot: Snapshot) -> None:
         for flights in self._flights:

@@ -75,7 +75,7 @@ class Coordinator(Observer):
             self.restarts += 1
             self.rules = self._make_rules()
             self._membership.inform(self.rules)
-            self._fanin.repeat()
+            self._fanin.repeat(self._membership.serving)
         await self._serve(self.rules)
 
     async def _serve(self, rules: CoordinatorRules) -> None:

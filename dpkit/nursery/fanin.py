@@ -13,9 +13,9 @@ import trio
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
-    from dpkit.messages import EngineStats
+    from dpkit.messages import EngineId, EngineStats
 
 
 @frozen(kw_only=True)
@@ -70,12 +70,13 @@ class StatsFanIn:
         self._pending.clear()
         return messages
 
-    def repeat(self) -> None:
-        """Have the newest stats of every engine pending again: their receiver has lost its memory.
+    def repeat(self, engines: Container[EngineId]) -> None:
+        """Have the newest stats of these engines pending again: their receiver lost its memory.
 
         What engines publish is changes, and one that is busy with a long step would stay unknown.
         """
-        self._pending = {self._slot(stats): stats for stats in self._newest.values()}
+        known = (stats for stats in self._newest.values() if stats.engine in engines)
+        self._pending = {self._slot(stats): stats for stats in known}
         if self._pending:
             self._lot.unpark()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from dpkit.abc import EngineLink
     from dpkit.balancer.coordinator import CoordinatorRules
@@ -28,12 +28,11 @@ class Membership:
 
     Args:
         health: Says who may be picked; told of every loss and success.
-        rules: The coordinator's; told who left, so that nobody hears of the dead's loads.
     """
 
-    def __init__(self, health: Health, rules: CoordinatorRules) -> None:
+    def __init__(self, health: Health) -> None:
         self._health = health
-        self._rules = rules
+        self._rules: CoordinatorRules | None = None
         self._clients: list[Flights] = []
         self._ranks: dict[EngineId, int] = {}
         self._offered: set[EngineId] = set()
@@ -44,6 +43,17 @@ class Membership:
 
     def __contains__(self, engine: EngineId) -> bool:
         return engine in self._offered
+
+    @property
+    def serving(self) -> Collection[EngineId]:
+        """The lives that take requests, those that may not be picked for a while among them."""
+        return self._ranks.keys()
+
+    def inform(self, rules: CoordinatorRules) -> None:
+        """Tell a coordinator who serves, now and from now on: it must not count the dead's load."""
+        self._rules = rules
+        for engine, rank in self._ranks.items():
+            rules.on_engine_started(trio.current_time(), engine, rank)
 
     def use(self, rules: Ejection) -> None:
         """Judge by new rules from now on."""
@@ -70,7 +80,8 @@ class Membership:
             flights.connect(make_link(flights))
         now = trio.current_time()
         self._ranks[engine] = rank
-        self._rules.on_engine_started(now, engine, rank)
+        if self._rules is not None:
+            self._rules.on_engine_started(now, engine, rank)
         self._health.on_ready(engine, now)
         self._refresh()
 
@@ -79,7 +90,8 @@ class Membership:
         if (rank := self._ranks.pop(engine, None)) is None:
             return
         now = trio.current_time()
-        self._rules.on_engine_left(now, engine, rank)
+        if self._rules is not None:
+            self._rules.on_engine_left(now, engine, rank)
         if lost:
             self._health.on_lost(engine, now)
         else:

@@ -15,7 +15,6 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from dpkit.balancer.coordinator import CoordinatorRules
 from dpkit.balancer.dispatch import EarlyDispatch
 from dpkit.balancer.health import Health
 from dpkit.balancer.ledger import Ledger
@@ -232,8 +231,7 @@ class EagerLink:
 @pytest.mark.parametrize("fails", [False, True])
 async def test_C10_an_answer_before_the_send_returns_is_released_once(*, fails: bool) -> None:
     ledger, engine = Ledger(), EngineId("e0")
-    rules = CoordinatorRules(1, now=0)
-    membership = Membership(Health(BalancerConfig()), rules)
+    membership = Membership(Health(BalancerConfig()))
     flights = Flights(
         EarlyDispatch(ledger, LoadView((), ledger), load_policy("kv_pressure")),
         limits=Limits(),
