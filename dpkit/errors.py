@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from dpkit.messages import EngineId
 
 
+def describe(error: BaseException) -> str:
+    """``ValueError: what it says``: for messages, where an error that cannot speak may come too."""
+    name = type(error).__name__
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001 - whatever other people's `__str__` may raise
+        return f"{name} (which cannot be shown)"
+    return f"{name}: {said}" if said else name
+
+
 class DpkitError(Exception):
     """Base of everything dpkit raises on purpose."""
 
@@ -44,6 +54,13 @@ class ModelNotFound(DpkitError):  # noqa: N818 - reads as what happened, like Fi
 
 class ModelUnsupported(DpkitError):  # noqa: N818
     """The model's files are there but dpkit cannot run them; the message names what is missing."""
+
+
+class ModelFailed(DpkitError):  # noqa: N818
+    """A model raised what is no `Exception`, such as SystemExit; `__cause__` is that.
+
+    An engine ends by it as by any other error: a model's code ends neither the program nor a scope.
+    """
 
 
 class RequestRejected(DpkitError):  # noqa: N818

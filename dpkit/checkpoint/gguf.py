@@ -15,6 +15,7 @@ import numpy as np
 from attrs import frozen
 
 from dpkit.checkpoint.dtypes import DEQUANTISE, Stored
+from dpkit.checkpoint.fields import Fields, check_is_file
 from dpkit.errors import ModelUnsupported
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+_MOST_DIMENSIONS = 4  # GGML's
 _ALIGNMENT = 32  # of the tensor data, where the metadata does not say otherwise
 
 _SCALARS = {
@@ -62,16 +64,14 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            if (magic := file.read(4)) != _MAGIC:
-                raise ModelUnsupported(f"{path}: not a GGUF file; it begins with {magic!r}")
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._data = _map(path)
         try:
             cursor = _Cursor(self._data)
             self.metadata, self.entries = _read_header(cursor, path)
-        except (struct.error, ValueError) as error:
+        except (struct.error, ValueError, OverflowError, MemoryError) as error:
             raise ModelUnsupported(f"{path}: cut short or damaged in its header") from error
-        alignment = self.metadata.get("general.alignment", _ALIGNMENT)
+        self.fields = Fields(str(path), self.metadata)
+        alignment = self.fields.whole("general.alignment", default=_ALIGNMENT)
         self._start = cursor.at + -cursor.at % alignment
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -82,10 +82,12 @@ class GgufFile:
         """
         entry = self.entries[name]
         stored = self._stored(name, entry.kind)
-        items = prod(entry.shape) // stored.weights
+        items, rest = divmod(prod(entry.shape), stored.weights)
         begin = self._start + entry.offset
         if begin + items * stored.dtype.itemsize > len(self._data):
             raise ModelUnsupported(f"{self.path}: cut short at tensor {name!r}; fetch it again")
+        if rest or not items:  # whole items only, and numpy refuses a view of nothing
+            raise ModelUnsupported(f"{self.path}: tensor {name!r} has no shape: {entry.shape}")
         raw = np.frombuffer(self._data, stored.dtype, items, begin)
         return stored.widen(raw).reshape(entry.shape)
 
@@ -98,17 +100,15 @@ class GgufFile:
         )
 
 
-class Metadata:
-    """The file's metadata; a missing key is refused by its name."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.path = file.path
-        self.get = file.metadata.get
-
-    def __getitem__(self, key: str) -> Any:
-        if (value := self.get(key)) is None:
-            raise ModelUnsupported(f"{self.path}: metadata {key!r} is missing")
-        return value
+def _map(path: Path) -> mmap.mmap:
+    check_is_file(path)
+    try:
+        with path.open("rb") as file:
+            if (magic := file.read(4)) != _MAGIC:
+                raise ModelUnsupported(f"{path}: not a GGUF file; it begins with {magic!r}")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise ModelUnsupported(f"{path}: cannot be read: {error.strerror}") from error
 
 
 class _Cursor:
@@ -172,5 +172,7 @@ def _read_header(cursor: _Cursor, path: Path) -> tuple[dict[str, Any], dict[str,
 
 
 def _read_entry(cursor: _Cursor) -> _Entry:
-    innermost_first = [cursor.scalar("Q") for _ in range(cursor.scalar("I"))]
+    if (dimensions := cursor.scalar("I")) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {dimensions} dimensions")
+    innermost_first = [cursor.scalar("Q") for _ in range(dimensions)]
     return _Entry(tuple(reversed(innermost_first)), cursor.scalar("I"), cursor.scalar("Q"))

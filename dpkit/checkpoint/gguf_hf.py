@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpkit.checkpoint.checkpoint import Checkpoint
-from dpkit.checkpoint.gguf import GgufFile, Metadata
+from dpkit.checkpoint.gguf import GgufFile
 from dpkit.checkpoint.gguf_tokenizer import tokenizer_json
 from dpkit.errors import ModelUnsupported
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from dpkit.checkpoint.fields import Fields
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -65,62 +67,68 @@ def read_gguf(path: Path) -> Checkpoint:
         ModelUnsupported: another architecture, tokenizer or tensor type; names it.
     """
     file = GgufFile(path)
-    metadata = Metadata(file)
+    metadata = file.fields
+    tokens = metadata.strings("tokenizer.ggml.tokens")
+    named = {role: _special_token(metadata, role, len(tokens)) for role in ("bos", "eos")}
+    template = "tokenizer.chat_template"
     config = _config(metadata, file)
-    tokens = metadata["tokenizer.ggml.tokens"]
-    special = {
-        f"{role}_token": tokens[token_id]
-        for role in ("bos", "eos")
-        if (token_id := metadata.get(f"tokenizer.ggml.{role}_token_id")) is not None
-    }
     return Checkpoint(
         path=path,
         config=config,
-        eos_token_ids=_eos_token_ids(tokens, config["eos_token_id"]),
+        eos_token_ids=_eos_token_ids(tokens, named["eos"]),
         tokenizer_json=json.dumps(tokenizer_json(metadata), ensure_ascii=False),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        special_tokens=special,
+        chat_template=metadata.string(template) if metadata.has(template) else None,
+        special_tokens={
+            f"{role}_token": tokens[token_id]
+            for role, token_id in named.items()
+            if token_id is not None
+        },
         tensors=_Tensors(file, config),
     )
 
 
-def _config(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+def _special_token(metadata: Fields, role: str, vocabulary: int) -> int | None:
+    key = f"tokenizer.ggml.{role}_token_id"
+    return metadata.token_id(key, vocabulary=vocabulary) if metadata.has(key) else None
+
+
+def _config(metadata: Fields, file: GgufFile) -> dict[str, Any]:
     """The file's metadata in the words of config.json."""
-    name = metadata["general.architecture"]
+    name = metadata.string("general.architecture")
     if name not in ARCHITECTURES:
         read = ", ".join(map(repr, ARCHITECTURES))
-        raise ModelUnsupported(f"{metadata.path}: architecture {name!r}; read are {read}")
-    heads = metadata[f"{name}.attention.head_count"]
-    hidden = metadata[f"{name}.embedding_length"]
+        raise ModelUnsupported(f"{metadata.where}: architecture {name!r}; read are {read}")
+    heads = metadata.whole(f"{name}.attention.head_count")
+    hidden = metadata.whole(f"{name}.embedding_length", least=heads)
     return {
         "architectures": [ARCHITECTURES[name]],
         "model_type": name,
         "dtype": "float32",
         "hidden_act": "silu",
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "vocab_size": len(metadata.strings("tokenizer.ggml.tokens")),
         "hidden_size": hidden,
-        "intermediate_size": metadata[f"{name}.feed_forward_length"],
-        "num_hidden_layers": metadata[f"{name}.block_count"],
+        "intermediate_size": metadata.whole(f"{name}.feed_forward_length"),
+        "num_hidden_layers": metadata.whole(f"{name}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get(f"{name}.attention.head_count_kv", heads),
-        "head_dim": metadata.get(f"{name}.attention.key_length", hidden // heads),
-        "max_position_embeddings": metadata[f"{name}.context_length"],
-        "rms_norm_eps": metadata[f"{name}.attention.layer_norm_rms_epsilon"],
+        "num_key_value_heads": metadata.whole(f"{name}.attention.head_count_kv", default=heads),
+        "head_dim": metadata.whole(f"{name}.attention.key_length", default=hidden // heads),
+        "max_position_embeddings": metadata.whole(f"{name}.context_length"),
+        "rms_norm_eps": metadata.number(f"{name}.attention.layer_norm_rms_epsilon"),
         **_rope(metadata, name, file),
-        "sliding_window": metadata.get(f"{name}.attention.sliding_window"),
+        "sliding_window": metadata.values.get(f"{name}.attention.sliding_window"),
         # Qwen 2 has three of the four, of itself.
         "attention_bias": "blk.0.attn_output.bias" in file.entries,
         "mlp_bias": "blk.0.ffn_down.bias" in file.entries,
         "tie_word_embeddings": "output.weight" not in file.entries,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": metadata.values.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.values.get("tokenizer.ggml.eos_token_id"),
     }
 
 
-def _rope(metadata: Metadata, name: str, file: GgufFile) -> dict[str, Any]:
-    if (scaling := metadata.get(f"{name}.rope.scaling.type", "none")) != "none":
-        raise ModelUnsupported(f"{metadata.path}: rope scaling {scaling!r} is not supported")
-    rope: dict[str, Any] = {"rope_theta": metadata.get(f"{name}.rope.freq_base", 10_000.0)}
+def _rope(metadata: Fields, name: str, file: GgufFile) -> dict[str, Any]:
+    if (scaling := metadata.string(f"{name}.rope.scaling.type", default="none")) != "none":
+        raise ModelUnsupported(f"{metadata.where}: rope scaling {scaling!r} is not supported")
+    rope: dict[str, Any] = {"rope_theta": metadata.number(f"{name}.rope.freq_base", default=1e4)}
     if _DIVISORS in file.entries:
         divisors = file.read(_DIVISORS).tolist()
         rope["rope_scaling"] = {"rope_type": "divisors", "divisors": divisors}

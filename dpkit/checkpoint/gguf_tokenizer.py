@@ -8,16 +8,18 @@ other by name. Knows nothing of files or weights.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import frozen
 
 from dpkit.errors import ModelUnsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from dpkit.checkpoint.gguf import Metadata
+    from dpkit.checkpoint.fields import Fields
+
+T = TypeVar("T")
 
 # Values of tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -67,30 +69,30 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = MappingProxyType(
 )
 
 
-def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
+def tokenizer_json(metadata: Fields) -> dict[str, Any]:
     """What tokenizer.json would hold.
 
     Raises:
         ModelUnsupported: a tokenizer or a pre-tokenizer that isn't read; names it.
     """
-    match model := metadata["tokenizer.ggml.model"]:
+    match model := metadata.string("tokenizer.ggml.model"):
         case "gpt2":
             parts = _byte_level(metadata)
         case "llama":
             parts = _sentence_piece(metadata)
         case _:
             raise ModelUnsupported(
-                f"{metadata.path}: tokenizer {model!r}; read are 'gpt2' (byte-level BPE) and "
+                f"{metadata.where}: tokenizer {model!r}; read are 'gpt2' (byte-level BPE) and "
                 "'llama' (SentencePiece)"
             )
     return {"version": "1.0", "added_tokens": _added_tokens(metadata), **parts}
 
 
-def _byte_level(metadata: Metadata) -> dict[str, Any]:
-    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
+def _byte_level(metadata: Fields) -> dict[str, Any]:
+    name = metadata.string("tokenizer.ggml.pre", default="gpt-2")
     if (pre := _PRE_TOKENIZERS.get(name)) is None:
         known = ", ".join(_PRE_TOKENIZERS)
-        raise ModelUnsupported(f"{metadata.path}: pre-tokenizer {name!r}; known are {known}")
+        raise ModelUnsupported(f"{metadata.where}: pre-tokenizer {name!r}; known are {known}")
     return {
         "normalizer": pre.normalizer,
         "pre_tokenizer": pre.cut,
@@ -99,15 +101,19 @@ def _byte_level(metadata: Metadata) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "vocab": _vocabulary(metadata),
-            "merges": [merge.split(" ") for merge in metadata["tokenizer.ggml.merges"]],
+            "merges": [merge.split(" ") for merge in metadata.strings("tokenizer.ggml.merges")],
             "ignore_merges": pre.whole_words,
         },
     }
 
 
-def _sentence_piece(metadata: Metadata) -> dict[str, Any]:
-    tokens = metadata["tokenizer.ggml.tokens"]
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+def _sentence_piece(metadata: Fields) -> dict[str, Any]:
+    tokens = metadata.strings("tokenizer.ggml.tokens")
+    unknown = metadata.token_id(
+        "tokenizer.ggml.unknown_token_id", vocabulary=len(tokens), default=0
+    )
+    scores = _one_each(metadata, "tokenizer.ggml.scores", metadata.numbers)
+    prefix = metadata.flag("tokenizer.ggml.add_space_prefix", default=True)
     space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     first = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
@@ -126,13 +132,21 @@ def _sentence_piece(metadata: Metadata) -> dict[str, Any]:
         },
         "model": {
             "type": "BPE",
-            "unk_token": tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)],
+            "unk_token": tokens[unknown],
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": _vocabulary(metadata),
-            "merges": _merges(tokens, metadata["tokenizer.ggml.scores"]),
+            "merges": _merges(tokens, scores),
         },
     }
+
+
+def _one_each(metadata: Fields, key: str, read: Callable[[str], Sequence[T]]) -> Sequence[T]:
+    """A list that has one entry for each token."""
+    found, tokens = read(key), metadata.strings("tokenizer.ggml.tokens")
+    if len(found) != len(tokens):
+        metadata.refuse(key, f"must have an entry for each of {len(tokens)} tokens", len(found))
+    return found
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -147,16 +161,18 @@ def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, s
     ]
 
 
-def _vocabulary(metadata: Metadata) -> dict[str, int]:
-    return {token: token_id for token_id, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+def _vocabulary(metadata: Fields) -> dict[str, int]:
+    tokens = metadata.strings("tokenizer.ggml.tokens")
+    return {token: token_id for token_id, token in enumerate(tokens)}
 
 
-def _bos_first(metadata: Metadata, *, default: bool) -> dict[str, Any] | None:
+def _bos_first(metadata: Fields, *, default: bool) -> dict[str, Any] | None:
     """Put the begin-of-text token before every text, if the file wants that."""
-    if not metadata.get("tokenizer.ggml.add_bos_token", default):
+    if not metadata.flag("tokenizer.ggml.add_bos_token", default=default):
         return None
-    bos = metadata["tokenizer.ggml.bos_token_id"]
-    token = metadata["tokenizer.ggml.tokens"][bos]
+    tokens = metadata.strings("tokenizer.ggml.tokens")
+    bos = metadata.token_id("tokenizer.ggml.bos_token_id", vocabulary=len(tokens))
+    token = tokens[bos]
     single = [
         {"SpecialToken": {"id": token, "type_id": 0}},
         {"Sequence": {"id": "A", "type_id": 0}},
@@ -169,12 +185,13 @@ def _bos_first(metadata: Metadata, *, default: bool) -> dict[str, Any] | None:
     }
 
 
-def _added_tokens(metadata: Metadata) -> list[dict[str, Any]]:
+def _added_tokens(metadata: Fields) -> list[dict[str, Any]]:
     """Tokens that are found in a text before it is cut; those that control have no text."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens = metadata.strings("tokenizer.ggml.tokens")
+    kinds = _one_each(metadata, "tokenizer.ggml.token_type", metadata.wholes)
     return [
         {"id": token_id, "content": tokens[token_id], "special": kind != _USER_DEFINED, **plain}
-        for token_id, kind in enumerate(metadata["tokenizer.ggml.token_type"])
+        for token_id, kind in enumerate(kinds)
         if kind in {_UNKNOWN, _CONTROL, _USER_DEFINED}
     ]

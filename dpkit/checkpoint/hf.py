@@ -10,8 +10,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from dpkit.checkpoint.checkpoint import Checkpoint
+from dpkit.checkpoint.fields import Fields, parse_object, read_text
 from dpkit.checkpoint.safetensors import SafetensorsFolder, write_safetensors
-from dpkit.errors import ModelUnsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,17 +22,17 @@ def read_directory(folder: Path) -> Checkpoint:
     """Read a Hugging Face directory.
 
     Raises:
-        ModelUnsupported: a file that is needed is missing or is not JSON; names it.
+        ModelUnsupported: a file that is needed is missing, or one is damaged; names it.
     """
     config = read_config(folder)
-    tokenizer_config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
-    generation = _read_json(folder / "generation_config.json", missing_ok=True)
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    tokenizer_config = _read_fields(folder / "tokenizer_config.json")
+    generation = _read_fields(folder / "generation_config.json")
+    told = generation if "eos_token_id" in generation.values else _config_fields(folder, config)
     return Checkpoint(
         path=folder,
         config=config,
-        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
-        tokenizer_json=_read_text(folder / "tokenizer.json"),
+        eos_token_ids=_eos_token_ids(told),
+        tokenizer_json=read_text(folder / "tokenizer.json"),
         chat_template=_chat_template(folder, tokenizer_config),
         special_tokens=_special_tokens(tokenizer_config),
         tensors=SafetensorsFolder(folder),
@@ -45,7 +45,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ModelUnsupported: it is missing or is no JSON object.
     """
-    return _read_json(folder / "config.json")
+    path = folder / "config.json"
+    return parse_object(read_text(path), str(path))
 
 
 def write_directory(
@@ -82,49 +83,55 @@ def write_directory(
     )
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ModelUnsupported(
-            f"{path} is missing; a model directory needs config.json, tokenizer.json and "
-            "*.safetensors"
-        ) from None
+def _read_fields(path: Path) -> Fields:
+    """A file that may be missing."""
+    return Fields(str(path), parse_object(read_text(path), str(path)) if path.exists() else {})
 
 
-def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    if missing_ok and not path.exists():
-        return {}
-    try:
-        content = json.loads(_read_text(path))
-    except ValueError as error:
-        raise ModelUnsupported(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelUnsupported(f"{path}: a JSON object is expected")
-    return content
+def _config_fields(folder: Path, config: Mapping[str, Any]) -> Fields:
+    return Fields(str(folder / "config.json"), config)
+
+
+def _eos_token_ids(told: Fields) -> frozenset[int]:
+    """One, several or none."""
+    key = "eos_token_id"
+    if not told.has(key):
+        return frozenset()
+    if isinstance(told.values[key], list):
+        ids = frozenset(told.wholes(key))
+        if ids and min(ids) < 0:
+            told.refuse(key, "must be a list of token ids", sorted(ids))
+        return ids
+    return frozenset({told.whole(key, least=0)})
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path, tokenizer_config: Fields) -> str | None:
     """Newer directories keep it in its own file; some have several, of which one is the default."""
     if (own_file := folder / "chat_template.jinja").exists():
-        return _read_text(own_file)
-    template = tokenizer_config.get("chat_template")
+        return read_text(own_file)
+    key = "chat_template"
+    template = tokenizer_config.values.get(key)
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named = {}
+        for number, entry in enumerate(template):
+            if not isinstance(entry, dict):
+                tokenizer_config.refuse(key, "must be a list of named templates", template)
+            one = Fields(tokenizer_config.where, entry, f"{key}.{number}")
+            named[one.string("name")] = one.string("template")
+        return named.get("default")
+    return None if template is None else tokenizer_config.string(key)
 
 
-def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(tokenizer_config: Fields) -> dict[str, str]:
     """`bos_token` and its kin: a string, or an object with its string in `content`."""
     tokens = {}
     for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = tokenizer_config.get(role)
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            tokens[role] = content
+        if isinstance(tokenizer_config.values.get(role), dict):
+            tokens[role] = tokenizer_config.table(role).string("content")
+        elif tokenizer_config.has(role):
+            tokens[role] = tokenizer_config.string(role)
     return tokens

@@ -14,8 +14,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from attrs import frozen
 
 from dpkit.checkpoint.dtypes import WIDEN
+from dpkit.checkpoint.fields import LARGEST, check_is_file, parse_object, read_text
 from dpkit.errors import ModelUnsupported
 
 if TYPE_CHECKING:
@@ -26,7 +28,19 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 
+_LONGEST_HEADER = 100_000_000  # the format's own bound
+
 _ALIGNMENT = 64  # of the data in files written here: a cache line, and what the widest loads want
+
+
+@frozen
+class _Entry:
+    """One tensor of the header."""
+
+    dtype: str
+    shape: Sequence[int]
+    begin: int  # of its data, from the end of the header
+    end: int
 
 
 class SafetensorsFile:
@@ -34,22 +48,17 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._data = _map(path)
         try:
-            with path.open("rb") as file:
-                # ACCESS_COPY: arrays come out writable, as torch wants them; pages stay shared
-                # until somebody does write.
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            (length,) = struct.unpack_from("<Q", self._data)
-            header: dict[str, dict[str, Any]] = json.loads(self._data[8 : 8 + length])
-        except (ValueError, struct.error) as error:
+            header, self._start = _read_header(self._data)
+        except (ModelUnsupported, ValueError, struct.error) as error:
             raise ModelUnsupported(f"{path}: not a safetensors file, or cut short") from error
         header.pop("__metadata__", None)
-        self._header = header
-        self._start = 8 + length
+        self._header = {name: _entry(path, name, entry) for name, entry in header.items()}
 
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Name and shape of every tensor, in file order."""
-        return {name: entry["shape"] for name, entry in self._header.items()}
+        return {name: entry.shape for name, entry in self._header.items()}
 
     def read(self, name: str) -> NDArray[np.float32]:
         """One tensor as float32.
@@ -58,16 +67,49 @@ class SafetensorsFile:
             ModelUnsupported: of a type that isn't read here, or its data is not all there.
         """
         entry = self._header[name]
-        if (decoder := WIDEN.get(entry["dtype"])) is None:
+        if (decoder := WIDEN.get(entry.dtype)) is None:
             raise ModelUnsupported(
-                f"{self._path}: tensor {name!r} is {entry['dtype']}; {', '.join(WIDEN)} are read"
+                f"{self._path}: tensor {name!r} is {entry.dtype}; {', '.join(WIDEN)} are read"
             )
-        begin, end = (self._start + offset for offset in entry["data_offsets"])
-        count = prod(entry["shape"])
+        begin, end = self._start + entry.begin, self._start + entry.end
+        count = prod(entry.shape)
         if end > len(self._data) or end - begin != count * decoder.dtype.itemsize:
             raise ModelUnsupported(f"{self._path}: cut short at tensor {name!r}; fetch it again")
+        if count == 0:  # numpy refuses a view of nothing
+            return np.zeros(entry.shape, np.float32)
         raw = np.frombuffer(self._data, decoder.dtype, count, begin)
-        return decoder.widen(raw).reshape(entry["shape"])
+        return decoder.widen(raw).reshape(entry.shape)
+
+
+def _map(path: Path) -> mmap.mmap:
+    """The file, writable as torch wants it; its pages are shared until somebody does write."""
+    check_is_file(path)
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise ModelUnsupported(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelUnsupported(f"{path}: not a safetensors file, or cut short: empty") from error
+
+
+def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], int]:
+    """The header, and where the tensors' data begins."""
+    (length,) = struct.unpack_from("<Q", data)
+    if length > _LONGEST_HEADER:  # a slice of so much would be a copy of the whole file
+        raise ValueError("no such header")
+    return parse_object(data[8 : 8 + length].decode(), "header"), 8 + length
+
+
+def _entry(path: Path, name: str, entry: object) -> _Entry:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
+            all(type(size) is int and 0 <= size <= LARGEST for size in shape)
+            and type(begin) is type(end) is int
+            and 0 <= begin <= end
+        ):
+            return _Entry(dtype, shape, begin, end)
+    raise ModelUnsupported(f"{path}: the entry of tensor {name!r} is damaged; fetch it again")
 
 
 class SafetensorsFolder:
@@ -95,9 +137,14 @@ class SafetensorsFolder:
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = set(json.loads(read_text(index))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelUnsupported(f"{index}: not an index of safetensors files") from error
+    for name in names:
+        if not (isinstance(name, str) and name.endswith(".safetensors") and "/" not in name):
+            raise ModelUnsupported(
+                f"{index}: not an index of safetensors files: it names {name!r:.80}"
+            )
     paths = sorted(index.parent / name for name in names)
     for path in paths:
         if not path.exists():

@@ -119,8 +119,10 @@ def _group(group: GroupFacts) -> Iterator[str]:
 
 def _weights(group: GroupFacts) -> str:
     quantised = "" if group.quant == "none" else f", weights in {group.quant}"
-    dtype = "" if group.dtype == "auto" else f", computed in {group.dtype}"
-    return dtype + quantised
+    if group.computed_in is None:
+        return ""
+    by_itself = " (auto)" if group.dtype == "auto" else ""
+    return f", computed in {group.computed_in}{by_itself}{quantised}"
 
 
 def _memory(kv: KvFacts | None) -> str:

@@ -12,7 +12,7 @@ from attrs import frozen
 from dpkit.config.rules import has_weights
 from dpkit.engine.limits import resolve_limits
 from dpkit.engine.models import load_model
-from dpkit.errors import ConfigError, DpkitError
+from dpkit.errors import ConfigError, ModelNotFound
 
 if TYPE_CHECKING:
     from dpkit.config.schema import EngineGroupConfig
@@ -45,6 +45,7 @@ class GroupFacts:
     kind: str
     dtype: str
     quant: str
+    computed_in: str | None  # what `dtype` comes to on this machine, of a model with weights
     prefix_cache: bool
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
@@ -60,7 +61,11 @@ class GroupFacts:
 
 
 def group_facts(group: EngineGroupConfig) -> GroupFacts:
-    """What is known of a group; a model that is not here is no error."""
+    """What is known of a group; a model that is not here is no error.
+
+    Raises:
+        ModelUnsupported: it is here and cannot be run.
+    """
     spec, limits, note = _look_up(group)
     scheduler = group.scheduler
     return GroupFacts(
@@ -70,6 +75,7 @@ def group_facts(group: EngineGroupConfig) -> GroupFacts:
         kind=group.kind.value,
         dtype=group.dtype.value,
         quant=group.quant.value,
+        computed_in=_computed_in(group),
         prefix_cache=group.kv.prefix_cache,
         max_num_seqs=limits.max_num_seqs if limits else scheduler.max_num_seqs,
         max_num_batched_tokens=(
@@ -93,10 +99,18 @@ def _look_up(
         return spec, _limits(group, spec), None
     except ConfigError as error:
         return spec, None, f"it would not start: {error}"
-    except DpkitError as error:
+    except ModelNotFound as error:
         return None, None, str(error)
     except ModuleNotFoundError as error:
         return None, None, f"its files need {error.name}; `pip install 'dpkit[torch]'` brings it"
+
+
+def _computed_in(group: EngineGroupConfig) -> str | None:
+    if not has_weights(group.model):
+        return None
+    from dpkit.engine.models.torch.precision import resolve_dtype  # noqa: PLC0415 - as in _spec
+
+    return resolve_dtype(group.dtype, group.quant).value
 
 
 def _spec(group: EngineGroupConfig) -> ModelSpec | None:

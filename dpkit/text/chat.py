@@ -13,22 +13,33 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dpkit.errors import RequestRejected
+from dpkit.errors import ModelUnsupported, RequestRejected, describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens that it may name."""
+    """One compiled template and the special tokens that it may name.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    Raises:
+        ModelUnsupported: the source is no template.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, where: str = "this model"
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except Exception as error:  # a syntax error, or what nesting without end leads to
+            line = getattr(error, "lineno", None)
+            at = f", line {line}" if line else ""
+            raise ModelUnsupported(f"{where}: chat template{at}: {describe(error)}") from error
         self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import tokenizers
 
-from dpkit.errors import RequestRejected
+from dpkit.errors import ModelUnsupported, RequestRejected, describe
 from dpkit.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
@@ -31,13 +31,22 @@ _LOOK_BACK = 4 * _WINDOW
 
 
 class HfTokenizer:
-    """Text to token ids and back as the model was trained with it."""
+    """Text to token ids and back as the model was trained with it.
+
+    Raises:
+        ModelUnsupported: the tokenizer or the chat template is damaged; `where` begins the message.
+    """
 
     def __init__(
-        self, tokenizer_json: str, *, chat_template: str | None, special_tokens: Mapping[str, str]
+        self,
+        tokenizer_json: str,
+        *,
+        chat_template: str | None,
+        special_tokens: Mapping[str, str],
+        where: str = "this model",
     ) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-        self._template = chat_template and ChatTemplate(chat_template, special_tokens)
+        self._tokenizer = _parse(tokenizer_json, where)
+        self._template = chat_template and ChatTemplate(chat_template, special_tokens, where=where)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
 
@@ -104,6 +113,19 @@ class HfDecoder:
     def _text(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
+
+
+def _parse(tokenizer_json: str, where: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(tokenizer_json)
+    except BaseException as error:
+        # The library raises bare exceptions, and where it panics one that is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelUnsupported(
+            f"{where}: tokenizer.json is damaged, or of a kind that the installed tokenizers does "
+            f"not know: {describe(error)}"
+        ) from error
 
 
 def _certain(text: str) -> int:

@@ -16,6 +16,7 @@ from dpkit.cli.explain import POLICIES, explain_policy
 from dpkit.cli.main import main
 from dpkit.config.units import show_duration
 from dpkit.costmodel import PRESETS
+from dpkit.engine.models.torch import precision
 from dpkit.names import PolicyName
 from dpkit.nursery.supervisor import Restarts, RestartWindow
 
@@ -208,9 +209,36 @@ def test_a_model_that_is_not_here_is_told_and_the_rest_goes_on(
     assert (group["max_num_seqs"], group["max_num_batched_tokens"]) == (7, None)
 
 
-def test_a_model_that_cannot_be_run_is_told(explain: Explain, file: Path) -> None:
-    (file.parent / "weights" / "config.json").write_text('{"architectures": ["OddForCausalLM"]}')
-    assert "OddForCausalLM" in explain(file)
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"architectures": ["OddForCausalLM"]}', "OddForCausalLM: 'num_attention_heads' is missi"),
+        (json.dumps(SHAPE | {"num_hidden_layers": "64"}), "'num_hidden_layers' must be a whole n"),
+        (json.dumps(SHAPE | {"rope_scaling": []}), "'rope_scaling' must be an object, not []"),
+        ("[" * 100_000, "not valid JSON: nested too deeply"),
+    ],
+    ids=["unknown", "number", "rope", "nested"],
+)
+def test_a_model_that_cannot_be_run_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], file: Path, config: str, said: str
+) -> None:
+    path = file.parent / "weights" / "config.json"
+    path.write_text(config)
+    assert main(["explain", str(file)]) == 3
+    out, err = capsys.readouterr()
+    assert err.startswith(f"error: {path}: ")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not out
+
+
+def test_what_auto_comes_to_is_told(
+    explain: Explain, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_fast, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(precision, "cpu_is_fast_at_bfloat16", lambda fast=is_fast: fast)
+        assert f"computed in {dtype} (auto)." in " ".join(explain(file).split())
+        assert _group(explain(file, "--json"))["computed_in"] == dtype
 
 
 def test_a_pool_without_a_block_is_told(explain: Explain, file: Path) -> None:

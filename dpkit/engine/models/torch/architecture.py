@@ -10,8 +10,9 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import asdict, evolve, frozen
 
+from dpkit.checkpoint.fields import Fields
 from dpkit.errors import ModelUnsupported
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ _BIASES = {
 # Keys that change the computation, and the values under which they don't.
 _PLAIN: Mapping[str, object] = MappingProxyType({"hidden_act": "silu", "quantization_config": None})
 
+_MOST_PARTS = 65_536  # layers, heads, or dimensions of a head: beyond that a file is damaged
+
 
 @frozen(kw_only=True)
 class Shape:
@@ -72,15 +75,27 @@ class Architecture(Shape):
     tied: bool  # the output projection is the embedding
 
 
-def named_architecture(config: Mapping[str, Any]) -> str:
-    """The class that the config says it is for."""
-    name: str = next(iter(config.get("architectures") or ()), "none named")
-    return name
+def config_fields(path: Path, config: Mapping[str, Any]) -> Fields:
+    """The `config` of the model at `path`, which is a directory or a `.gguf` file."""
+    return Fields(str(path if path.suffix == ".gguf" else path / "config.json"), config)
 
 
-def is_ours(config: Mapping[str, Any]) -> bool:
+def named_architecture(path: Path, config: Mapping[str, Any]) -> str:
+    """The class that the config says it is for.
+
+    Raises:
+        ModelUnsupported: what it says is no name.
+    """
+    fields, key = config_fields(path, config), "architectures"
+    names = fields.strings(key, default=())
+    if not all(map(str.isidentifier, names)):
+        fields.refuse(key, "must be a list of class names", names)
+    return next(iter(names), "none named")
+
+
+def is_ours(path: Path, config: Mapping[str, Any]) -> bool:
     """Whether `read_architecture` knows the architecture; it may still refuse an option of it."""
-    return named_architecture(config) in _FAMILIES
+    return named_architecture(path, config) in _FAMILIES
 
 
 def read_architecture(path: Path, config: Mapping[str, Any]) -> Architecture:
@@ -89,29 +104,22 @@ def read_architecture(path: Path, config: Mapping[str, Any]) -> Architecture:
     Raises:
         ModelUnsupported: it asks for something that isn't built, or lacks something.
     """
-    family = _family(path, config)
-    try:
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        more = [names for key, names in _BIASES.items() if config.get(key)]
-        return Architecture(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            norm_epsilon=config["rms_norm_eps"],
-            rope_theta=_rope(config).get("rope_theta") or config["rope_theta"],
-            rope_divisors=_rope_divisors(path, config, head_dim),
-            max_positions=usable_positions(config),
-            biases=frozenset(family.biases).union(*more),
-            head_norms=family.head_norms,
-            tied=config.get("tie_word_embeddings", False),
-        )
-    except KeyError as error:
-        raise ModelUnsupported(f"{path}: its config has no {error.args[0]!r}") from error
+    fields = config_fields(path, config)
+    family = _family(path, fields)
+    shape = _read_shape(fields)
+    more = [names for key, names in _BIASES.items() if fields.flag(key, default=False)]
+    return Architecture(
+        **asdict(shape),
+        hidden_size=fields.whole("hidden_size"),
+        intermediate_size=fields.whole("intermediate_size"),
+        num_heads=fields.whole("num_attention_heads"),
+        norm_epsilon=fields.number("rms_norm_eps"),
+        rope_theta=_rope_theta(fields),
+        rope_divisors=_rope_divisors(fields, shape.head_dim),
+        biases=frozenset(family.biases).union(*more),
+        head_norms=family.head_norms,
+        tied=fields.flag("tie_word_embeddings", default=False),
+    )
 
 
 def read_shape(path: Path, config: Mapping[str, Any]) -> Shape:
@@ -120,79 +128,98 @@ def read_shape(path: Path, config: Mapping[str, Any]) -> Shape:
     Raises:
         ModelUnsupported: it is ours and asks for something that isn't built, or it lacks something.
     """
-    if is_ours(config):
+    if is_ours(path, config):
         return read_architecture(path, config)
-    try:
-        heads = config["num_attention_heads"]
-        return Shape(
-            vocab_size=config["vocab_size"],
-            num_layers=config["num_hidden_layers"],
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            max_positions=usable_positions(config),
-        )
-    except KeyError as error:
-        raise ModelUnsupported(
-            f"{path}: architecture {named_architecture(config)}: its config has no "
-            f"{error.args[0]!r}"
-        ) from error
+    fields = config_fields(path, config)
+    name = named_architecture(path, config)
+    return _read_shape(evolve(fields, where=f"{fields.where}: architecture {name}"))
 
 
-def usable_positions(config: Mapping[str, Any]) -> int:
+def _read_shape(fields: Fields) -> Shape:
+    heads = fields.whole("num_attention_heads", most=_MOST_PARTS)
+    kv_heads = fields.whole("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        fields.refuse("num_key_value_heads", f"must divide the {heads} attention heads", kv_heads)
+    hidden = fields.whole("hidden_size", least=heads)
+    head_dim = fields.whole("head_dim", default=hidden // heads, most=_MOST_PARTS)
+    if head_dim % 2:
+        fields.refuse("head_dim", "must be even, since dimensions rotate in pairs", head_dim)
+    return Shape(
+        vocab_size=fields.whole("vocab_size"),
+        num_layers=fields.whole("num_hidden_layers", most=_MOST_PARTS),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=_usable_positions(fields),
+    )
+
+
+def _usable_positions(fields: Fields) -> int:
     """Tokens that a text may have: no more than a sliding window, within which it changes nothing.
 
     Layers that look back only so far would need masks and blocks of their own to gain long texts
     that the few models with a window were hardly trained on.
     """
-    positions: int = config["max_position_embeddings"]
-    window: int | None = config.get("sliding_window")
-    if window is None or not config.get("use_sliding_window", True):
+    positions = fields.whole("max_position_embeddings")
+    if not fields.flag("use_sliding_window", default=True):
         return positions
-    return min(positions, window)
+    return min(positions, fields.whole("sliding_window", default=positions))
 
 
-def _family(path: Path, config: Mapping[str, Any]) -> _Family:
-    name = named_architecture(config)
+def _family(path: Path, fields: Fields) -> _Family:
+    name = named_architecture(path, fields.values)
     if (family := _FAMILIES.get(name)) is None:
         raise ModelUnsupported(
-            f"{path}: architecture {name} is not supported; supported: {', '.join(_FAMILIES)}"
+            f"{fields.where}: architecture {name} is not supported; "
+            f"supported: {', '.join(_FAMILIES)}"
         )
     for key, plain in _PLAIN.items():
-        if (value := config.get(key, plain)) != plain:
-            raise ModelUnsupported(f"{path}: {key} = {value!r} is not supported")
+        if (value := fields.values.get(key, plain)) != plain:
+            raise ModelUnsupported(f"{fields.where}: {key} = {value!r:.100} is not supported")
     return family
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rope(fields: Fields) -> Fields:
     """Rotary parameters under their newer name, or their older one, which may be null."""
-    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope
+    newer = fields.table("rope_parameters")
+    return newer if newer.values else fields.table("rope_scaling")
 
 
-def _rope_divisors(path: Path, config: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
+def _rope_theta(fields: Fields) -> float:
+    rope = _rope(fields)
+    return (rope if rope.has("rope_theta") else fields).number("rope_theta", most=1e30)
+
+
+def _rope_divisors(fields: Fields, head_dim: int) -> tuple[float, ...]:
     """By what each rotary frequency is divided, for texts longer than the model was made for."""
-    rope = _rope(config)
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelUnsupported(f"{path}: partial_rotary_factor = {part} is not supported")
-    match kind := rope.get("rope_type") or rope.get("type") or "default":
+    rope = _rope(fields)
+    if (part := rope.number("partial_rotary_factor", default=1.0)) != 1.0:
+        raise ModelUnsupported(f"{rope.where}: partial_rotary_factor = {part} is not supported")
+    key = "rope_type" if rope.has("rope_type") else "type"
+    match kind := rope.string(key, default="default"):
         case "default":
             return ()
         case "llama3":
-            theta = rope.get("rope_theta") or config["rope_theta"]
-            return _llama3_divisors(rope, theta, head_dim)
+            return _llama3_divisors(rope, _rope_theta(fields), head_dim)
         case "divisors":  # as a GGUF file has them
-            return tuple(rope["divisors"])
+            divisors = tuple(rope.numbers("divisors"))
+            if len(divisors) != head_dim // 2 or min(divisors) <= 0:
+                rope.refuse("divisors", f"must be {head_dim // 2} positive numbers", divisors)
+            return divisors
         case _:
-            raise ModelUnsupported(f"{path}: rope scaling {kind!r} is not supported")
+            raise ModelUnsupported(f"{rope.where}: rope scaling {kind!r} is not supported")
 
 
-def _llama3_divisors(rope: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
+def _llama3_divisors(rope: Fields, theta: float, head_dim: int) -> tuple[float, ...]:
     """Long waves are slowed by `factor`, short ones stay, and those between are blended."""
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    factor = rope.number("factor")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        rope.refuse("high_freq_factor", f"must be above low_freq_factor, {low:g}", high)
+    positions = rope.whole("original_max_position_embeddings")
     divisors = []
     for exponent in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (exponent / head_dim)
-        turns = rope["original_max_position_embeddings"] / wavelength
+        turns = positions / wavelength
         kept = min(1.0, max(0.0, (turns - low) / (high - low)))
         divisors.append(1 / (kept + (1 - kept) / factor))
     return tuple(divisors)

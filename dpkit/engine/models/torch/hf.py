@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpkit.engine.models.torch.architecture import named_architecture, read_shape
 from dpkit.engine.models.torch.attention import attend
-from dpkit.errors import ModelUnsupported
+from dpkit.errors import ModelUnsupported, describe
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ class HfTransformer:
             ModelUnsupported: transformers is missing, does not know it, or it needs an attention
                 that is not ours.
         """
-        name = named_architecture(checkpoint.config)
+        name = named_architecture(checkpoint.path, checkpoint.config)
         where = f"{checkpoint.path}: architecture {name}"
         try:
             import transformers  # noqa: PLC0415 - a second, and for few
@@ -49,8 +49,10 @@ class HfTransformer:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 checkpoint.path, dtype=dtype, attn_implementation=_NAME, local_files_only=True
             )
-        except (ValueError, OSError, ImportError) as error:
-            raise ModelUnsupported(f"{where}: transformers cannot load it: {error}") from error
+        except Exception as error:  # whatever other people's code makes of a damaged file
+            raise ModelUnsupported(
+                f"{where}: transformers cannot load it: {describe(error)}"
+            ) from error
         config = model.config.get_text_config().to_dict()
         if option := next((option for option in _OPTIONS if config.get(option)), None):
             raise ModelUnsupported(f"{where} needs {option}, which is not supported")

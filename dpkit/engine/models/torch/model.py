@@ -75,9 +75,14 @@ class TorchModel(Model):
         return f"<TorchModel {self._checkpoint.path}>"
 
     def tokenizer(self) -> HfTokenizer:
-        """The checkpoint's own."""
+        """The checkpoint's own.
+
+        Raises:
+            ModelUnsupported: it is damaged, or its chat template is.
+        """
         return HfTokenizer(
             self._checkpoint.tokenizer_json,
+            where=str(self._checkpoint.path),
             chat_template=self._checkpoint.chat_template,
             special_tokens=self._checkpoint.special_tokens,
         )
@@ -122,7 +127,7 @@ def _load(
 ) -> Transformer | HfTransformer:
     """Our own transformer, or for an architecture that it does not know, another's."""
     torch_dtype = _TORCH_DTYPES[dtype]
-    if is_ours(checkpoint.config):
+    if is_ours(checkpoint.path, checkpoint.config):
         weights = Weights(checkpoint, dtype=torch_dtype, device=device)
         architecture = read_architecture(checkpoint.path, checkpoint.config)
         transformer = Transformer(architecture, weights, quant)
@@ -131,6 +136,6 @@ def _load(
     if quant is not Quant.NONE:
         raise ModelUnsupported(
             f"{checkpoint.path}: quant = {quant.value!r} is for dpkit's own architectures, not for "
-            f"{named_architecture(checkpoint.config)}"
+            f"{named_architecture(checkpoint.path, checkpoint.config)}"
         )
     return HfTransformer(checkpoint, torch_dtype, device)
