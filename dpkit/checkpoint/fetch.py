@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _MANIFEST = "manifest.json"
+_NEEDED = {"config.json", "tokenizer.json", "model.safetensors"}
 _TEMPORARY = ".fetch-"
 _CHUNK = 1 << 20
 
@@ -132,13 +133,24 @@ def _find(target: Path, source: FetchSource) -> Fetched | None:
         raise FetchFailed(
             f"{target} is there but was not fetched by dpkit; move it away and try again"
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    whole = manifest.get("sha256") == source.sha256 and all(
-        (target / file).is_file() and (target / file).stat().st_size == size
-        for file, size in manifest["files"].items()
-    )
-    return Fetched(path=target, size=_size(target), already_there=True) if whole else None
+    if not _is_whole(target, manifest, source):
+        return None
+    return Fetched(path=target, size=_size(target), already_there=True)
+
+
+def _is_whole(target: Path, manifest: object, source: FetchSource) -> bool:
+    """Whether the manifest is one of ours, and all that it names is there in its size."""
+    match manifest:
+        case {"sha256": source.sha256, "files": {**sizes}} if sizes.keys() >= _NEEDED:
+            return all(
+                Path(file).name == file
+                and (target / file).is_file()
+                and (target / file).stat().st_size == size
+                for file, size in sizes.items()
+            )
+    return False
 
 
 def _make(

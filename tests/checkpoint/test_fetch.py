@@ -20,7 +20,7 @@ import pytest
 
 from dpkit.checkpoint import read_checkpoint
 from dpkit.checkpoint.catalogue import FetchSource
-from dpkit.checkpoint.fetch import Fetched, FetchFailed, Progress, Stage, fetch
+from dpkit.checkpoint.fetch import Fetched, FetchFailed, Progress, Stage, _find, fetch
 from dpkit.checkpoint.locate import fetched_path
 from dpkit.cli.main import main
 from dpkit.errors import ModelNotFound
@@ -129,6 +129,31 @@ def test_a_fetched_model_is_a_directory_that_loads(fetched: Path) -> None:
 def test_the_original_file_is_kept_beside_it(fetched: Path, source: FetchSource) -> None:
     data = (fetched / "tiny.gguf").read_bytes()
     assert hashlib.sha256(data).hexdigest() == source.sha256
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["[]", "5", "null", "{}", "[" * 100_000, "\udcff", *({"files": f} for f in (None, [1], {}, 5))],
+)
+def test_a_damaged_manifest_never_passes_for_whole(
+    fetched: Path, source: FetchSource, change: str | dict[str, object]
+) -> None:
+    path = fetched / "manifest.json"
+    assert _find(fetched, source) is not None
+    text = change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change)
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    assert _find(fetched, source) is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "../tiny/config.json", "nothing", "\0"])
+def test_a_manifest_that_names_what_is_not_there_is_not_whole(
+    fetched: Path, source: FetchSource, name: str
+) -> None:
+    path = fetched / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = (fetched / "config.json").stat().st_size
+    path.write_text(json.dumps(manifest))
+    assert _find(fetched, source) is None
 
 
 def test_the_manifest_says_where_it_came_from(fetched: Path, source: FetchSource) -> None:
