@@ -3,7 +3,7 @@
 Knows block numbers, reference counts and hashes; nothing of requests, tokens or tensors. A block is
 either held (one reference per holder) or free, and keeps its content and its hash until it is
 handed out anew: the free list *is* the prefix cache, in the order in which blocks will be lost.
-Every operation costs O(1) per block it touches.
+Every operation costs O(1) per block it touches, and a block that was never touched costs nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._refs = [0] * num_blocks
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._refs: dict[int, int] = {}  # of those held
+        self._hash_of: dict[int, bytes] = {}  # of those that can be found
         self._block_of: dict[bytes, int] = {}
+        # The free blocks, in the order in which they are handed out: those that hold nothing of
+        # use, the last one first; those that never held anything, by number; those that can be
+        # found, the oldest first.
+        self._useless: list[int] = []
+        self._num_touched = 0
         # Not a plain dict: that one leaves holes at its front, and finding its first key gets slow.
-        self._free = OrderedDict.fromkeys(range(num_blocks))
+        self._findable: OrderedDict[int, None] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<BlockPool free={self.num_free}/{self.num_blocks} findable={len(self._block_of)}>"
@@ -35,7 +40,8 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds, findable ones included."""
-        return len(self._free)
+        untouched = self.num_blocks - self._num_touched
+        return len(self._useless) + untouched + len(self._findable)
 
     @property
     def usage(self) -> float:
@@ -58,21 +64,25 @@ class BlockPool:
         Returns None, and holds nothing, when there are too few. The hits leave the free list before
         it is drawn from, so a request never loses the prefix it has just found.
         """
-        idle_hits = sum(self._refs[block] == 0 for block in hits)
-        if count > len(self._free) - idle_hits:
+        idle_hits = sum(block not in self._refs for block in hits)
+        if count > self.num_free - idle_hits:
             return None
         for block in hits:
-            if self._refs[block] == 0:
-                del self._free[block]
-            self._refs[block] += 1
-        return [self._take_oldest() for _ in range(count)]
+            if block not in self._refs:
+                del self._findable[block]
+            self._refs[block] = self._refs.get(block, 0) + 1
+        return [self._take_next() for _ in range(count)]
 
-    def _take_oldest(self) -> int:
-        block, _ = self._free.popitem(last=False)
+    def _take_next(self) -> int:
+        if self._useless:
+            block = self._useless.pop()
+        elif self._num_touched < self.num_blocks:
+            block = self._num_touched
+            self._num_touched += 1
+        else:
+            block, _ = self._findable.popitem(last=False)
+            del self._block_of[self._hash_of.pop(block)]
         self._refs[block] = 1
-        if (lost := self._hash_of[block]) is not None:
-            del self._block_of[lost]
-            self._hash_of[block] = None
         return block
 
     def seal(self, block: int, block_hash: bytes) -> None:
@@ -88,11 +98,14 @@ class BlockPool:
         that cannot be found go to the front, since nothing is lost with them.
         """
         for block in reversed(blocks):
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                self._free[block] = None
-                if self._hash_of[block] is None:
-                    self._free.move_to_end(block, last=False)
+            if self._refs[block] > 1:
+                self._refs[block] -= 1
+                continue
+            del self._refs[block]
+            if block in self._hash_of:
+                self._findable[block] = None
+            else:
+                self._useless.append(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare every count with the tables that hold blocks now.
@@ -103,15 +116,15 @@ class BlockPool:
             InternalError: a block is leaked, freed while held, or findable by the wrong hash.
         """
         held = Counter(chain.from_iterable(tables))
+        useless = set(self._useless)
         for block, holders in held.items():
-            if self._refs[block] != holders or block in self._free:
+            if self._refs.get(block) != holders or block in self._findable or block in useless:
                 raise InternalError(
                     f"{self}: block {block} has {holders} holders and is not so kept"
                 )
-        if len(held) + self.num_free != self.num_blocks or sum(self._refs) != held.total():
+        if len(held) + self.num_free != self.num_blocks or len(self._refs) != len(held):
             raise InternalError(f"{self}: {len(held)} blocks have holders; the rest must be free")
-        named = list(map(self._hash_of.__getitem__, self._block_of.values()))
-        if named != list(self._block_of):
+        if list(map(self._hash_of.get, self._block_of.values())) != list(self._block_of):
             raise InternalError(f"{self}: a hash leads to a block that does not bear it")
-        if len(named) + self._hash_of.count(None) != self.num_blocks:
+        if len(self._hash_of) != len(self._block_of):
             raise InternalError(f"{self}: a block bears a hash that does not lead to it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -131,6 +132,18 @@ def test_equal_blocks_computed_twice_are_found_once() -> None:
     assert pool.match([b"a"]) == [0]
 
 
+def test_a_pool_of_any_size_is_there_at_once_and_costs_what_is_used() -> None:
+    tracemalloc.start()
+    pool = BlockPool(2**31 - 1)
+    table = pool.allocate(3)
+    assert table == [0, 1, 2]
+    pool.check([table])
+    pool.release(table)
+    assert pool.num_free == 2**31 - 1
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+
+
 def leak(pool: BlockPool) -> None:
     pool.allocate(1)
 
@@ -140,7 +153,7 @@ def free_while_held(pool: BlockPool) -> None:
 
 
 def lose_a_free_block(pool: BlockPool) -> None:
-    del pool._free[3]
+    del pool._findable[2]
 
 
 def forget_a_hash(pool: BlockPool) -> None:
