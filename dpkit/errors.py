@@ -57,10 +57,21 @@ class ModelUnsupported(DpkitError):  # noqa: N818
 
 
 class ModelFailed(DpkitError):  # noqa: N818
-    """A model raised what is no `Exception`, such as SystemExit; `__cause__` is that.
+    """A model broke its contract (its author's): the message names its class and says how.
 
-    An engine ends by it as by any other error: a model's code ends neither the program nor a scope.
+    Its result does not fit the batch, or it raised what is no `Exception`, such as SystemExit, which
+    is `__cause__` then: a model's code ends its engine, but neither the program nor a scope.
     """
+
+
+class OutOfMemory(DpkitError):  # noqa: N818
+    """A step needs more memory than its device has (the world's). Smaller steps are tried first.
+
+    Models raise this, or Python's own MemoryError.
+    """
+
+    http_status = 503
+    retryable = True
 
 
 class RequestRejected(DpkitError):  # noqa: N818

@@ -46,6 +46,7 @@ LAYERS = [
         "dpkit.nursery.client",
         "dpkit.nursery.build",
         "dpkit.nursery.roster",
+        "dpkit.nursery.dump",
         "dpkit.nursery.reload",
         "dpkit.nursery.cluster",
     ],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpkit.errors import InternalError
+from dpkit.errors import ModelFailed
 
 if TYPE_CHECKING:
     from dpkit.abc import Model
@@ -63,25 +63,25 @@ def check_result(model: Model, batch: Batch, result: StepResult) -> None:
     """Check that a model gave each row what it asked for: a token, logprobs, or neither.
 
     Raises:
-        InternalError: it did not; the message names the model's class.
+        ModelFailed: it did not; the message names the model's class.
     """
     name = f"{type(model).__module__}.{type(model).__qualname__}.execute()"
     sampled, rows, vocab_size = result.sampled, batch.rows, model.spec.vocab_size
     if len(sampled) != len(rows):
-        raise InternalError(f"{name} returned {len(sampled)} tokens for {len(rows)} rows")
+        raise ModelFailed(f"{name} returned {len(sampled)} tokens for {len(rows)} rows")
     for index, (row, token_id) in enumerate(zip(rows, sampled, strict=True)):
         if row.output_index is None:
             if token_id is not None:
-                raise InternalError(f"{name} sampled row {index}, which ends inside its prompt")
+                raise ModelFailed(f"{name} sampled row {index}, which ends inside its prompt")
         elif type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise InternalError(
+            raise ModelFailed(
                 f"{name} must sample an int from 0 to {vocab_size - 1} for row {index}, "
                 f"not {token_id!r}"
             )
         elif row.sampling.logprobs is not None and index not in result.logprobs:
-            raise InternalError(f"{name} told no logprob for row {index}, which asks for it")
+            raise ModelFailed(f"{name} told no logprob for row {index}, which asks for it")
         told = len(result.prompt_logprobs.get(index, ()))
         if told != len(row.scored):
-            raise InternalError(
+            raise ModelFailed(
                 f"{name} told {told} prompt logprobs for row {index}, not {len(row.scored)}"
             )

@@ -44,6 +44,7 @@ class EngineCoreStatistics:
     output_tokens: int
     preemptions: int
     prefix_hit_tokens: int  # tokens that need not be computed, after a preemption too
+    steps_halved: int  # for want of memory
 
 
 class EngineCore:
@@ -141,10 +142,17 @@ class EngineCore:
         """Take in a step's result and return what it adds to each request.
 
         Raises:
-            InternalError: the result does not fit the batch, a bug of the model's; nothing changed.
+            ModelFailed: the result does not fit the batch; nothing changed.
         """
         check_result(self.model, batch, result)
         return self._scheduler.apply(batch, result)
+
+    def shrink(self) -> bool:
+        """Take back the step in flight, which was more than the model can do at once.
+
+        It and all later steps have half as many tokens at most. False: it cannot be less.
+        """
+        return self._scheduler.shrink()
 
     def take_outputs(self) -> list[EngineOutput]:
         """Return the refusals since the last call."""

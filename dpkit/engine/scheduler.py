@@ -47,6 +47,7 @@ class Counters:
     preemptions: int = 0
     prefix_hit_tokens: int = 0  # taken from the cache, after a preemption too
     peak_kv_usage: float = 0.0
+    steps_halved: int = 0  # for want of memory
 
 
 @define
@@ -71,6 +72,7 @@ class Scheduler:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.counters = Counters()
+        self.budget = limits.max_num_batched_tokens  # of a step; less once one was too much
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self._waiting_tokens = 0  # kept, since the queue may be long and every report asks
@@ -112,13 +114,36 @@ class Scheduler:
         """Choose what the next step computes; None exactly when nothing runs or waits."""
         if self._batch is not None:
             raise InternalError("schedule() was called while a step is in flight; apply it first")
-        plan = _Plan(self.limits.max_num_batched_tokens)
+        plan = _Plan(self.budget)
         self._plan_running(plan)
         self._plan_admissions(plan)
         self._step = plan.decodes | plan.prefills
         self.counters.peak_kv_usage = max(self.counters.peak_kv_usage, self.pool.usage)
         self._batch = Batch(rows=tuple(self._step.values())) if self._step else None
         return self._batch
+
+    def shrink(self) -> bool:
+        """Take back the step in flight and halve the budget; False: it has one token only.
+
+        Whoever would not fit any more, and every unfinished prefill, goes back to the head of
+        `waiting`: then the rules hold for the smaller budget as they did for the larger.
+        """
+        if self._batch is None:
+            raise InternalError("shrink() was called while no step is in flight")
+        if self._batch.num_tokens == 1:
+            return False
+        self.budget = self._batch.num_tokens // 2
+        self.counters.steps_halved += 1
+        step, self._step, self._batch = self._step, {}, None
+        for request in step:
+            if request.is_finished:
+                self._release(request)
+        while self.running:
+            newest = next(reversed(self.running.values()))
+            if len(self.running) <= self.budget and step[newest].is_decode:
+                break
+            self._preempt_newest()
+        return True
 
     def _plan_running(self, plan: _Plan) -> None:
         for request in tuple(self.running.values()):

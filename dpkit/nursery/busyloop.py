@@ -8,11 +8,12 @@ fan-in.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.errors import EngineLost, InternalError
+from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory
 from dpkit.messages import EngineOutput, EngineStats, StepReport
 from dpkit.names import FinishReason
 from dpkit.nursery.inbox import duplicate
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from dpkit.abc import Model
     from dpkit.engine.core import EngineCore
     from dpkit.engine.publish import PublishGate
-    from dpkit.messages import EngineId, GenerateRequest
+    from dpkit.messages import Batch, EngineId, GenerateRequest, StepResult
     from dpkit.nursery.inbox import Deliver, Inbox
     from dpkit.nursery.runner import Runner
+
+_log = logging.getLogger(__name__)
 
 
 class BusyLoop:
@@ -75,6 +78,8 @@ class BusyLoop:
         self._seq = 0
         self._steps = 0
         self._step_time_s = 0.0
+        self._was_halved = False  # the last step, and the next one is the second try
+        self._models_error: Exception | None = None
 
     def __repr__(self) -> str:
         running, waiting = self.core.get_request_counts()
@@ -100,7 +105,7 @@ class BusyLoop:
                 await self._serve(self._runner)
         except Exception as error:
             error.add_note(f"in engine {self.engine}, step {self._steps + 1}")
-            self.lose(error)
+            self.lose(self._judge(error))
             raise
         except trio.Cancelled:
             self.lose(EngineLost(f"engine {self.engine} was stopped", engine=self.engine))
@@ -109,17 +114,22 @@ class BusyLoop:
             self.inbox.close()
             self.ended.set()
 
+    def _judge(self, error: Exception) -> Exception:
+        """What ended this life: what a model raises as it is, all else as the bug that it is."""
+        theirs = error is self._models_error or not self.ready.is_set()
+        if theirs or isinstance(error, DpkitError):
+            return error
+        bug = InternalError(f"engine {self.engine} broke down: {error!r}", engine=self.engine)
+        bug.__cause__ = error
+        return bug
+
     async def _serve(self, runner: Runner) -> None:
         while True:
             self._drain()
             self._publish_if_changed()  # a long step must not hide what arrived before it
             if (batch := self.core.schedule()) is not None:
-                self.step_started_at = began = trio.current_time()
-                result = await runner.execute(batch)
-                self._step_time_s = trio.current_time() - began
-                self.step_started_at = None
-                if self.cause is not None:  # given up while it ran: nobody waits for the outputs
-                    raise self.cause
+                if (result := await self._execute(runner, batch)) is None:
+                    continue
                 self._steps += 1
                 self._send(self.core.apply(batch, result))
                 self._publish_if_changed()
@@ -133,6 +143,32 @@ class BusyLoop:
                 if self.inbox.closed:
                     return
                 await self.inbox.wait()
+
+    async def _execute(self, runner: Runner, batch: Batch) -> StepResult | None:
+        """Let the model compute a step; None: it was too large, a smaller one is to be tried."""
+        self.step_started_at = began = trio.current_time()
+        try:
+            result = await runner.execute(batch)
+        except Exception as error:
+            if isinstance(error, (MemoryError, OutOfMemory)) and self._shrink(error):
+                return None
+            self._models_error = error
+            raise
+        finally:
+            self.step_started_at = None
+        if self.cause is not None:  # given up while it ran: nobody waits for the outputs
+            raise self.cause
+        self._step_time_s = trio.current_time() - began
+        self._was_halved = False
+        return result
+
+    def _shrink(self, error: Exception) -> bool:
+        """Have the step tried again with half of its tokens, once."""
+        if self._was_halved or self.cause is not None or not self.core.shrink():
+            return False
+        self._was_halved = True
+        _log.warning("engine %s halves its steps, for want of memory: %s", self.engine, repr(error))
+        return True
 
     def _drain(self) -> None:
         drained = self.inbox.drain()

@@ -12,6 +12,7 @@ Wires and answers; decides nothing. The tree::
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ from dpkit.names import Cause
 from dpkit.nursery.build import Builder, load_models
 from dpkit.nursery.context import protected_context
 from dpkit.nursery.coordinator import Coordinator
+from dpkit.nursery.dump import dump
 from dpkit.nursery.events import EventKind, EventLog
 from dpkit.nursery.eventwriter import EventWriter
 from dpkit.nursery.fanin import StatsFanIn
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from dpkit.nursery.reload import Plan
     from dpkit.nursery.services import Services
     from dpkit.nursery.slot import EngineSlot, EngineStatistics
+
+_log = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
@@ -75,13 +79,19 @@ class Cluster:
         self.events = EventLog()
         """What happened: engines that come and go, requests that end."""
         self._started = False
+        self._services: Services | None = None
         self._fanin = StatsFanIn(ordered=config.coordinator.wave_coordination)
         self._membership = Membership(Health(config.balancer))
         self._coordinator = Coordinator(
-            self._make_rules, self._fanin, self._tell, self._membership, self.events
+            make_rules=self._make_rules,
+            fanin=self._fanin,
+            tell=self._tell,
+            membership=self._membership,
+            events=self.events,
+            on_bug=self._on_bug,
         )
         self._builder = Builder(config, models, self._membership, self._fanin, self.events)
-        self._roster = Roster(config, self._builder, self._membership)
+        self._roster = Roster(config, self._builder, self._membership, self._on_bug)
         made = [self._builder.client(index, clients) for index in range(clients)]
         self.clients: Sequence[Client] = tuple(client for client, _ in made)
         self._flights = tuple(flights for _, flights in made)
@@ -208,6 +218,7 @@ class Cluster:
 
     def start(self, services: Services) -> None:
         """Start the coordinator, the timers and all engines."""
+        self._services = services
         if (path := self.config.log.events) is not None:
             writer = EventWriter(self.events, Path(path))
             services.stop_with(writer.flush)  # added first, so last to run: engines end before logs
@@ -233,6 +244,12 @@ class Cluster:
     def failure(self, message: str) -> ClusterFailed:
         """What `open_cluster` raises when a service failed with `message`."""
         return ClusterFailed(message) if self._started else ClusterNotStarted(message)
+
+    def _on_bug(self, error: InternalError, who: str) -> None:
+        """End the cluster, loudly: books that are wrong must not be carried on with."""
+        _log.critical("%s found a bug in dpkit: %s\n%s", who, error, dump(self))
+        if self._services is not None:
+            self._services.fail(error, who)
 
     async def _stop(self) -> None:
         """Let every engine finish what is left, last started first; let go of those that hang."""

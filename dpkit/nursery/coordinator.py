@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from dpkit.errors import InternalError
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.supervisor import Observer, Restarts, supervise
 
@@ -41,15 +42,18 @@ class Coordinator(Observer):
         tell: Hands a snapshot to every client; synchronous.
         membership: Tells the rules who serves.
         events: Told when a life is lost.
+        on_bug: Told when it was lost by a bug of dpkit's.
     """
 
     def __init__(
         self,
+        *,
         make_rules: Callable[[], CoordinatorRules],
         fanin: StatsFanIn,
         tell: Callable[[Snapshot], None],
         membership: Membership,
         events: EventLog,
+        on_bug: Callable[[InternalError, str], None],
     ) -> None:
         self.rules = make_rules()
         """Of the present life."""
@@ -59,6 +63,7 @@ class Coordinator(Observer):
         self._tell = tell
         self._membership = membership
         self._events = events
+        self._on_bug = on_bug
         membership.inform(self.rules)
 
     async def run(self) -> None:
@@ -69,6 +74,8 @@ class Coordinator(Observer):
         """A life was lost."""
         _log.warning("the %s was lost in its life %d: %r", name, life, error)
         self._events.emit(EventKind.COORDINATOR_LOST, detail=repr(error))
+        if isinstance(error, InternalError):
+            self._on_bug(error, name)
 
     async def _live(self, number: int) -> None:
         if number:

@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve
 
-from dpkit.errors import ConfigError, DpkitError
+from dpkit.errors import ConfigError, DpkitError, InternalError
 from dpkit.names import EngineState, Strategy
 from dpkit.nursery.build import restarts
 from dpkit.nursery.supervisor import Observer, supervise
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from dpkit.config.schema import Config, EngineGroupConfig
     from dpkit.nursery.build import Builder
     from dpkit.nursery.membership import Membership
     from dpkit.nursery.services import Services
     from dpkit.nursery.slot import EngineSlot
+
+    OnBug = Callable[[InternalError, str], None]
 
 _log = logging.getLogger(__name__)
 
@@ -46,11 +48,14 @@ class Group:
 class _Team(Observer):
     """What the supervisor of some slots tells, passed on to them."""
 
-    def __init__(self, slots: Sequence[EngineSlot]) -> None:
+    def __init__(self, slots: Sequence[EngineSlot], on_bug: OnBug) -> None:
         self.slots = {slot.name: slot for slot in slots}
+        self._on_bug = on_bug
 
     def failed(self, name: str, life: int, error: Exception) -> None:
         _log.warning("engine %s was lost in its life %d: %r", name, life, error)
+        if isinstance(error, InternalError):  # nobody's fault but ours: no new life mends that
+            self._on_bug(error, f"engine {name}")
 
     def gave_up(self, name: str, error: Exception) -> None:
         _log.error("engine %s failed too often and is down: %r", name, error)
@@ -58,14 +63,24 @@ class _Team(Observer):
 
 
 class Roster:
-    """All engines. `min_ready` is the least that a cluster can do with."""
+    """All engines. `min_ready` is the least that a cluster can do with.
 
-    def __init__(self, config: Config, builder: Builder, membership: Membership) -> None:
+    Args:
+        config: The cluster's.
+        builder: Makes the slots.
+        membership: Told which names there are.
+        on_bug: Told when an engine ended by a bug of dpkit's, and which engine.
+    """
+
+    def __init__(
+        self, config: Config, builder: Builder, membership: Membership, on_bug: OnBug
+    ) -> None:
         self.groups: dict[str, Group] = {}
         self.min_ready = config.cluster.min_ready
         self.closing = False
         self._builder = builder
         self._membership = membership
+        self._on_bug = on_bug
         self._services: Services | None = None
         self._epochs: dict[str, int] = {}  # the first that was never given, by name
         for group in config.engines:
@@ -209,7 +224,7 @@ class Roster:
             {slot.name: slot.live for slot in team},
             restarts(group),
             rng=self._builder.rng(f"restarts of {team[0].engine}"),
-            observer=_Team(team),
+            observer=_Team(team, self._on_bug),
         )
         error = next((slot.last_error for slot in team if slot.last_error is not None), None)
         if not self.closing and self.is_too_small and error is not None:

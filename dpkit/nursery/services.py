@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class Services:
     """Handle of the running services; made by `open_services`, never by hand.
 
-    Its users call `start_soon` and `stop_with`; the rest is the other half of `open_services`.
+    Its users call `start_soon`, `stop_with` and `fail`; the rest is the other half of
+    `open_services`.
     """
 
     def __init__(self, grace: float) -> None:
@@ -66,6 +67,10 @@ class Services:
         as a failed service and does not keep the others from running.
         """
         self._stop_hooks.append(hook)
+
+    def fail(self, error: Exception, label: str) -> None:
+        """Have it as if the service `label` had failed with `error`, which it has outlived."""
+        self._record(error, label)
 
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:

@@ -202,12 +202,13 @@ class EngineSlot:
         A step in a thread cannot be interrupted: then the engine is stuck until it comes back, and
         only its requests go on elsewhere. A simulated step can be, and the next life begins soon.
         """
-        while True:
-            started = loop.step_started_at
-            now = trio.current_time()
-            if started is not None and now >= started + self._step_timeout:
-                break
-            await trio.sleep_until((now if started is None else started) + self._step_timeout)
+        try:
+            await self._wait_for_hang(loop)
+        except trio.Cancelled:
+            # Cancelled with its group: a step in a thread goes on, and nobody shall wait for it.
+            if not loop.ended.is_set():
+                loop.lose(EngineLost(f"engine {loop.engine} was stopped", engine=loop.engine))
+            raise
         self.state = EngineState.STUCK
         self._events.emit(EventKind.ENGINE_STUCK, engine=loop.engine)
         loop.lose(
@@ -219,6 +220,15 @@ class EngineSlot:
         )
         if loop.is_interruptible:
             life.cancel()
+
+    async def _wait_for_hang(self, loop: BusyLoop) -> None:
+        """Wait for a step that takes too long."""
+        while True:
+            started = loop.step_started_at
+            now = trio.current_time()
+            if started is not None and now >= started + self._step_timeout:
+                return
+            await trio.sleep_until((now if started is None else started) + self._step_timeout)
 
     def _lost(self, error: Exception) -> None:
         engine = self.loop.engine

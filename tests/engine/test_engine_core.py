@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpkit.engine.limits import EngineLimits
-from dpkit.errors import InternalError, RequestRejected
+from dpkit.errors import InternalError, ModelFailed, RequestRejected
 from dpkit.messages import Batch, GenerateRequest, StepResult
 from dpkit.names import FinishReason
 
@@ -175,7 +175,7 @@ def test_a_wrong_model_is_named_and_changes_nothing(
     core.add(ask("a", 4))
     core.add(ask("b", 4))
     batch, result = execute(core, core.schedule())
-    with pytest.raises(InternalError, match=r"echo\.EchoModel\.execute\(\) .*" + message):
+    with pytest.raises(ModelFailed, match=r"echo\.EchoModel\.execute\(\) .*" + message):
         core.apply(batch, StepResult(sampled=sampled))
     core.apply(batch, result)
     run(core)

@@ -13,7 +13,7 @@ from dpkit.engine.core import EngineCore
 from dpkit.engine.limits import EngineLimits
 from dpkit.engine.models.cost import CostModel
 from dpkit.engine.models.echo import EchoModel
-from dpkit.errors import InternalError, RequestRejected
+from dpkit.errors import ModelFailed, RequestRejected
 from dpkit.messages import (
     Batch,
     BatchRow,
@@ -250,7 +250,7 @@ def test_a_model_that_forgets_logprobs_is_named(
     batch = core.schedule()
     assert batch is not None
     result = core.model.execute(batch, None)
-    with pytest.raises(InternalError, match=r"echo\.EchoModel\.execute\(\) " + message):
+    with pytest.raises(ModelFailed, match=r"echo\.EchoModel\.execute\(\) " + message):
         core.apply(batch, evolve(result, **changes))
     core.apply(batch, result)
 

@@ -7,6 +7,7 @@ engine is the KV cache that `allocate` returns.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
@@ -27,12 +28,12 @@ from dpkit.engine.models.torch.result import make_result
 from dpkit.engine.models.torch.spec import model_spec
 from dpkit.engine.models.torch.transformer import Transformer
 from dpkit.engine.models.torch.weights import Weights
-from dpkit.errors import ModelUnsupported
+from dpkit.errors import ModelUnsupported, OutOfMemory
 from dpkit.names import Dtype, Quant
 from dpkit.text.hf import HfTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from typing import Any
 
     from torch import Tensor
@@ -107,12 +108,30 @@ class TorchModel(Model):
 
     @torch.inference_mode()
     def execute(self, batch: Batch, cache: Any) -> StepResult:
-        """Compute one step and sample from it: scores come to the host in float32."""
+        """Compute one step and sample from it: scores come to the host in float32.
+
+        Raises:
+            OutOfMemory: the step is too large for what is free on the device.
+        """
         kv = cast("Tensor", cache)
         kind = CacheKind.of(kv)
-        step = build_tensors(batch, kind, choose_backend(kind, self._attention))
-        scores = self._transformer(step, kv)
-        return make_result(batch, scores.to("cpu", torch.float32))
+        with _memory_for(batch):
+            step = build_tensors(batch, kind, choose_backend(kind, self._attention))
+            scores = self._transformer(step, kv)
+            return make_result(batch, scores.to("cpu", torch.float32))
+
+
+@contextmanager
+def _memory_for(batch: Batch) -> Iterator[None]:
+    """Say in dpkit's words that a step is too large: torch has one way of saying so per device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise OutOfMemory(
+                f"a step of {batch.num_tokens} tokens needs more memory than is free: {error}"
+            ) from error
+        raise
 
 
 def _device(name: str) -> torch.device:
