@@ -371,5 +371,5 @@ async def test_the_audit_names_each_contradiction(
         assert books == "1 requests are charged, 0 are on engines"
         assert blocks.startswith("engine engine-1: ")
         charge.release()
-        cluster._slots[1].loop.core._scheduler.pool._refs[0] = 0
+        del cluster._slots[1].loop.core._scheduler.pool._refs[0]
         assert cluster.audit() == ()
