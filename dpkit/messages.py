@@ -6,7 +6,7 @@ Knows nothing of Trio, sockets or models. Token ids are plain ints; text exists 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attrs import field, frozen
 
@@ -15,6 +15,8 @@ from dpkit.sampling import SamplingParams as SamplingParams  # noqa: PLC0414 - l
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+
+    from attrs import Attribute
 
 
 class EngineId(NamedTuple):
@@ -206,18 +208,50 @@ class StepResult:
     duration_s: float = 0.0
 
 
+def _check(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _from_zero(_spec: ModelSpec, attribute: Attribute[int], value: int) -> None:
+    _check(attribute.name, value, 0)
+
+
+def _from_one(_spec: ModelSpec, attribute: Attribute[int], value: int) -> None:
+    _check(attribute.name, value, 1)
+
+
+def _none_or_from_one(_spec: ModelSpec, attribute: Attribute[int], value: int | None) -> None:
+    if value is not None:
+        _check(attribute.name, value, 1)
+
+
+def _token_ids(_spec: ModelSpec, attribute: Attribute[Any], value: Any) -> None:
+    if not isinstance(value, set | frozenset):
+        raise ValueError(f"{attribute.name} must be a set, not {value!r}")  # noqa: TRY004 - as all
+    for token_id in value:
+        _check(f"each of {attribute.name}", token_id, 0)
+
+
 @frozen(kw_only=True)
 class ModelSpec:
     """What the scheduler and the client must know about a model.
 
     The last three are the model's own defaults for config keys that the file leaves out.
+
+    Raises:
+        ValueError: a value is impossible; the message names it.
     """
 
-    max_model_len: int | None = None  # positions; None: bounded by the KV pool only
-    eos_token_ids: frozenset[int] = frozenset()
-    vocab_size: int = 2**31  # token ids are below this; an engine refuses prompts with others
+    # Positions; None: bounded by the KV pool only.
+    max_model_len: int | None = field(default=None, validator=_none_or_from_one)
+    eos_token_ids: frozenset[int] = field(default=frozenset(), validator=_token_ids)
+    # Token ids are below this; an engine refuses prompts with others.
+    vocab_size: int = field(default=2**31, validator=_from_one)
     tells_logprobs: bool = False  # if not, an engine refuses requests that ask for them
-    kv_bytes_per_token: int = 0  # 0: the KV cache is only counted, not held
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    kv_tokens: int | None = None  # pool size when neither num_blocks nor memory is given
+    # 0: the KV cache is only counted, not held.
+    kv_bytes_per_token: int = field(default=0, validator=_from_zero)
+    max_num_seqs: int = field(default=64, validator=_from_one)
+    max_num_batched_tokens: int = field(default=2048, validator=_from_one)
+    # Pool size when neither num_blocks nor memory is given.
+    kv_tokens: int | None = field(default=None, validator=_none_or_from_one)

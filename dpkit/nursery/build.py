@@ -15,7 +15,7 @@ from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
 from dpkit.engine.core import EngineCore
 from dpkit.engine.limits import resolve_limits
-from dpkit.engine.models import load_model, loads_at_once
+from dpkit.engine.models import load_model, load_tokenizer, loads_at_once
 from dpkit.engine.publish import PublishGate
 from dpkit.nursery.busyloop import BusyLoop
 from dpkit.nursery.client import Client
@@ -173,7 +173,7 @@ class Builder:
 
     def client(self, index: int, count: int) -> tuple[Client, Flights]:
         """Make one of `count` clients, with a balancer of its own that knows no engine yet."""
-        config, ledger = self._config, Ledger()
+        config, ledger, serves = self._config, Ledger(), self._config.engines[0]
         view = LoadView((), ledger, client_index=index, client_count=count)
         flights = Flights(
             EarlyDispatch(ledger, view, self.policy(index)),
@@ -185,7 +185,7 @@ class Builder:
         client = Client(
             ledger=ledger,
             flights=flights,
-            tokenizer=self._models[model_key(config.engines[0])].tokenizer(),
+            tokenizer=load_tokenizer(self._models[model_key(serves)], serves.model),
             rng=self.rng(f"{index}"),
             prefix=f"{config.cluster.name}-{index}",
         )

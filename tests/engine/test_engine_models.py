@@ -10,15 +10,24 @@ import pytest
 from dpkit.costmodel import PRESETS, StepCost
 from dpkit.engine.core import EngineCore
 from dpkit.engine.limits import resolve_limits
-from dpkit.engine.models import load_model, loads_at_once
+from dpkit.engine.models import load_model, load_tokenizer, loads_at_once
 from dpkit.engine.models.cost import CostModel
 from dpkit.engine.models.echo import EchoModel
 from dpkit.errors import ModelNotFound, ModelUnsupported
-from dpkit.messages import Batch, BatchRow, GenerateRequest, SamplingParams, StepResult
+from dpkit.messages import (
+    Batch,
+    BatchRow,
+    GenerateRequest,
+    ModelSpec,
+    SamplingParams,
+    StepResult,
+)
 from dpkit.names import FinishReason
 from dpkit.text.bytes import ByteTokenizer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dpkit.abc import Model
 
 
@@ -168,6 +177,110 @@ def test_your_own_class_is_a_model() -> None:
 def test_a_class_that_is_no_model_says_why(name: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"loading model '{name}': .*{message}"):
         load_model(name)
+
+
+class Broken(EchoModel):
+    """Fails where a test says."""
+
+    where = ""
+
+    def __init__(self) -> None:
+        if self.where == "init":
+            raise ValueError("no\nroom")
+        if self.where == "exit":
+            sys.exit(3)
+        if self.where == "spec":
+            self.spec = None  # type: ignore[assignment]
+        if self.where == "seqs":
+            self.spec = ModelSpec(max_num_seqs=0)
+
+    def tokenizer(self) -> ByteTokenizer:
+        if self.where == "tokenizer":
+            raise OSError("no vocabulary")
+        if self.where == "tokenizer exits":
+            sys.exit(3)
+        return 5 if self.where == "no tokenizer" else super().tokenizer()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("where", "message", "cause"),
+    [
+        ("init", "ValueError: no\nroom", ValueError),
+        ("exit", "SystemExit: 3", SystemExit),
+        ("spec", "its spec must be a ModelSpec, not None", type(None)),
+        ("seqs", "ValueError: max_num_seqs must be a whole number of at least 1, not", ValueError),
+    ],
+)
+def test_a_class_that_fails_in_its_own_code_says_how(
+    monkeypatch: pytest.MonkeyPatch, where: str, message: str, cause: type[BaseException]
+) -> None:
+    monkeypatch.setattr(Broken, "where", where)
+    name = f"{__name__}:Broken"
+    with pytest.raises(ModelUnsupported, match=f"^loading model '{name}': {message}") as caught:
+        load_model(name)
+    assert isinstance(caught.value.__cause__, cause)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("tokenizer", "failed: OSError: no vocabulary"),
+        ("tokenizer exits", "failed: ModelFailed: .* raised SystemExit: 3"),
+        ("no tokenizer", r"returned no tokenizer: int has no encode\(\)"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_made_is_told_with_its_class(
+    monkeypatch: pytest.MonkeyPatch, where: str, message: str
+) -> None:
+    monkeypatch.setattr(Broken, "where", where)
+    with pytest.raises(ModelUnsupported, match=rf"model 'mine': .*Broken.tokenizer\(\) {message}"):
+        load_tokenizer(Broken(), "mine")
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        ("raise RuntimeError('at import')", ModelUnsupported, "RuntimeError: at import"),
+        ("def f(:", ModelUnsupported, r"SyntaxError: invalid syntax \(.*.py, line 1\)"),
+        ("import not_there", ModelUnsupported, "ModuleNotFoundError: No module named 'not_there'"),
+        ("from os import nothing", ModelUnsupported, "ImportError: cannot import name 'nothing'"),
+        ("(5).nothing", ModelUnsupported, "AttributeError: 'int' object has no attribute"),
+        ("raise SystemExit", ModelUnsupported, "SystemExit"),
+        ("", ModelNotFound, "module '.*' has no 'Mine'"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_why(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    error: type[Exception],
+    message: str,
+) -> None:
+    name = tmp_path.name
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(error, match=f"loading model '{name}:Mine': {message}"):
+        load_model(f"{name}:Mine")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_model_len", 0),
+        ("vocab_size", 0),
+        ("vocab_size", "many"),
+        ("kv_bytes_per_token", -1),
+        ("max_num_seqs", True),
+        ("max_num_batched_tokens", 1.5),
+        ("kv_tokens", 0),
+        ("eos_token_ids", 5),
+        ("eos_token_ids", frozenset({"a"})),
+        ("eos_token_ids", frozenset({-1})),
+    ],
+)
+def test_an_impossible_spec_is_refused_by_the_name_of_the_value(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{key} must be"):
+        ModelSpec(**{key: value})
 
 
 def test_models_without_weights_load_at_once() -> None:

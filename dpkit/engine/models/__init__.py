@@ -5,10 +5,16 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from typing import TYPE_CHECKING
 
 from dpkit.abc import Model
-from dpkit.errors import ModelNotFound, ModelUnsupported
+from dpkit.engine.foreign import call, name_of
+from dpkit.errors import DpkitError, ModelNotFound, ModelUnsupported, describe
+from dpkit.messages import ModelSpec
 from dpkit.names import Dtype, Quant
+
+if TYPE_CHECKING:
+    from dpkit.abc import Tokenizer
 
 _CLASS_PATH = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
@@ -57,17 +63,56 @@ def loads_at_once(name: str) -> bool:
     return isinstance(found, type) and issubclass(found, Model) and found.inline
 
 
+def load_tokenizer(model: Model, name: str) -> Tokenizer:
+    """Make the tokenizer of a model that a config calls `name`.
+
+    Raises:
+        ModelUnsupported: it cannot be made, or what was made is none.
+    """
+    doing = f"model {name!r}: {name_of(model, 'tokenizer')}"
+    try:
+        made = call(model, "tokenizer", model.tokenizer)
+    except ModelUnsupported:
+        raise
+    except Exception as error:
+        raise ModelUnsupported(f"{doing} failed: {describe(error)}") from error
+    for method in ("encode", "encode_chat", "decoder"):
+        if not callable(getattr(made, method, None)):
+            kind = type(made).__name__
+            raise ModelUnsupported(f"{doing} returned no tokenizer: {kind} has no {method}()")
+    return made
+
+
 def _load_class(path: str, module: str, name: str) -> Model:
     doing = f"loading model {path!r}"
     try:
+        found = _find_class(doing, module, name)
+        model = found()
+        spec: object = model.spec
+    except DpkitError:
+        raise
+    except TypeError as error:
+        raise ModelUnsupported(f"{doing}: it cannot be made without arguments: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: of a script that was written to be run
+        raise ModelUnsupported(f"{doing}: {describe(error)}") from error
+    if not isinstance(spec, ModelSpec):
+        raise ModelUnsupported(f"{doing}: its spec must be a ModelSpec, not {spec!r:.80}")
+    return model
+
+
+def _find_class(doing: str, module: str, name: str) -> type[Model]:
+    try:
         found = getattr(importlib.import_module(module), name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # not the module itself, but one that it imports
         raise ModelNotFound(f"{doing}: {error}; is its directory on PYTHONPATH?") from error
     except AttributeError as error:
+        if error.name != name:
+            raise  # of the module's own code
         raise ModelNotFound(f"{doing}: module {module!r} has no {name!r}") from error
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise ModelUnsupported(f"{doing}: it is not a subclass of dpkit.abc.Model")
-    try:
-        return found()
-    except TypeError as error:
-        raise ModelUnsupported(f"{doing}: it cannot be made without arguments: {error}") from error
+    return found
