@@ -256,7 +256,10 @@ class Cluster:
         try:
             for slot in reversed(self._slots):
                 slot.retire()
-                await slot.loop.ended.wait()
+                if slot.hangs:
+                    slot.abandon()  # its requests have been told, and the others' turn comes
+                else:
+                    await slot.loop.ended.wait()
         finally:
             for slot in self._slots:
                 slot.abandon()

@@ -48,7 +48,8 @@ class EventWriter:
         if not events:
             return
         try:
-            await trio.to_thread.run_sync(self._append, events)
+            # Abandoned when the grace is over: a disk that hangs must not hang the shutdown.
+            await trio.to_thread.run_sync(self._append, events, abandon_on_cancel=True)
         except OSError as error:
             self.lost += len(events)
             if not self._failing:

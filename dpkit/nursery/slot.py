@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     MakeLoop = Callable[[EngineId, int, Callable[[Exception], None]], BusyLoop]
 
 
+SECOND_LOOK_S = 1.0
+"""So much later than `step_timeout` a step counts as hung, or as late again if that is less."""
+
+
 @frozen(kw_only=True)
 class EngineStatistics:
     """One engine at one moment. `core` counts since the birth of its present life."""
@@ -105,6 +109,7 @@ class EngineSlot:
     async def live(self, number: int) -> None:
         """Live once: a life of the supervisor's. Ends well only when the engine was retired."""
         if self._retired.is_set():
+            self.state = EngineState.DOWN
             return
         if number:
             self.restarts += 1
@@ -147,6 +152,11 @@ class EngineSlot:
         with trio.move_on_at(deadline):
             await self.loop.ended.wait()
         self.loop.lose(EngineLost(f"engine {self.engine} was retired", engine=self.engine))
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the present life is lost and does not end."""
+        return self.loop.cause is not None and not self.loop.ended.is_set()
 
     def abandon(self) -> None:
         """Let go of a life that does not end by itself; it is about to be cancelled."""
@@ -222,13 +232,19 @@ class EngineSlot:
             life.cancel()
 
     async def _wait_for_hang(self, loop: BusyLoop) -> None:
-        """Wait for a step that takes too long."""
+        """Wait for a step that takes too long.
+
+        Looks twice: to a process that slept, every step looks hung once.
+        """
         while True:
             started = loop.step_started_at
             now = trio.current_time()
-            if started is not None and now >= started + self._step_timeout:
+            if started is None or now < started + self._step_timeout:
+                await trio.sleep_until((now if started is None else started) + self._step_timeout)
+                continue
+            await trio.sleep(min(SECOND_LOOK_S, self._step_timeout))
+            if loop.step_started_at == started:
                 return
-            await trio.sleep_until((now if started is None else started) + self._step_timeout)
 
     def _lost(self, error: Exception) -> None:
         engine = self.loop.engine
