@@ -77,6 +77,12 @@ class AttentionBackend(Protocol):
         """Prepare one step; `spans` cover its tokens in order."""
 
 
+def additive(visible: NDArray[np.bool_], kind: CacheKind) -> Tensor:
+    """A mask that is added to scores: torch's kernel makes it of a boolean one in every layer."""
+    mask = torch.zeros(visible.shape, dtype=kind.dtype, device=kind.device)
+    return mask.masked_fill_(on_device(~visible, kind), -torch.inf)
+
+
 def on_device(numbers: NDArray[np.generic], kind: CacheKind) -> Tensor:
     """Bring an index to where the cache is; on a GPU the host does not wait for it."""
     return torch.from_numpy(numbers).to(kind.device, non_blocking=True)

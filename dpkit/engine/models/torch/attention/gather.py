@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 from torch.nn.functional import scaled_dot_product_attention
 
-from dpkit.engine.models.torch.attention.base import on_device
+from dpkit.engine.models.torch.attention.base import additive, on_device
 from dpkit.engine.models.torch.attention.sdpa import plan_one
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Decodes:
 
     tokens: Tensor  # [requests]: where they are among the tokens of the step
     block_tables: Tensor  # [requests * blocks of the longest], padded with block 0
-    mask: Tensor  # [requests, 1, 1, positions]: True where the request has a token
+    mask: Tensor  # [requests, 1, 1, positions]: zero where the request has a token
 
     def attend(self, queries: Tensor, cache: Tensor, scale: float | None) -> Tensor:
         """All at once, padded to the longest.
@@ -101,5 +101,5 @@ def _plan_decodes(spans: Sequence[Span], kind: CacheKind) -> Decodes:
     return Decodes(
         tokens=on_device(np.array([span.tokens.start for span in spans]), kind),
         block_tables=on_device(tables.ravel(), kind),
-        mask=on_device(mask[:, None, None], kind),
+        mask=additive(mask[:, None, None], kind),
     )

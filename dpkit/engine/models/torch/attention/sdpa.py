@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch.nn.functional import scaled_dot_product_attention
 
-from dpkit.engine.models.torch.attention.base import on_device
+from dpkit.engine.models.torch.attention.base import additive, on_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ def plan_one(span: Span, kind: CacheKind) -> OneSpan:
     mask = None
     if span.start > 0:
         positions = np.arange(span.start, span.context)
-        mask = on_device(np.arange(span.context) <= positions[:, None], kind)
+        mask = additive(np.arange(span.context) <= positions[:, None], kind)
     return OneSpan(
         tokens=span.tokens,
         block_table=on_device(span.blocks, kind),
