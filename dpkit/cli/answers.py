@@ -2,27 +2,52 @@
 
 Several answers arrive at once, but a terminal has one cursor: the first unfinished one is streamed
 as it comes, those behind it are held until it is their turn. JSON lines go out as requests end.
+Each prompt has exactly one answer here, whatever became of it.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Protocol
+import sys
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 from attrs import define, field
 
+from dpkit.cli.words import one_line
+from dpkit.names import FinishReason
+
 if TYPE_CHECKING:
-    from dpkit.errors import DpkitError
+    from collections.abc import Callable
+
     from dpkit.messages import Completion
     from dpkit.nursery.stream import OutputStream
+
+
+class Output:
+    """Standard output. When it breaks, it says so once, and swallows the rest."""
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+        self.on_broken: Callable[[], None] = lambda: None
+
+    def write(self, text: str) -> None:
+        """Write now."""
+        if self.error is not None:
+            return
+        try:
+            click.echo(text, nl=False)
+        except OSError as error:
+            self.error = error
+            self.on_broken()
 
 
 class Answers(Protocol):
     """Where the outputs of all prompts go; one `turn` a prompt, in order."""
 
-    def turn(self, prompt: str) -> Turn:
-        """Take the next place in line for the answer to `prompt`."""
+    def turn(self, prompt: str, on_out: Callable[[], None]) -> Turn:
+        """Take the next place in line; `on_out` is called when the answer is out, all of it."""
 
 
 class Turn(Protocol):
@@ -34,70 +59,86 @@ class Turn(Protocol):
     def finished(self, completion: Completion) -> None:
         """The answer is complete."""
 
-    def failed(self, stream: OutputStream | None, error: DpkitError) -> None:
-        """There will be no more; `stream` is None if there never was any."""
+    def ended(self, stream: OutputStream | None, reason: FinishReason, error: str) -> None:
+        """There will be no more, by an error or an abort; `stream` is None if there was none."""
 
 
 @define(eq=False)
 class _TextTurn:
     line: TextAnswers
     prompt: str
+    on_out: Callable[[], None]
     held: list[str] = field(factory=list)
     begun: bool = False
-    ended: bool = False
+    over: bool = False
 
     def text(self, stream: OutputStream, text: str) -> None:
-        if not self.begun:
-            self.begun = True
-            self.held.append(self.line.header(stream.engine.name, self.prompt))
+        self._begin(stream)
         self.held.append(text)
         self.line.flush()
 
     def finished(self, completion: Completion) -> None:
         self._end(f" [{completion.finish_reason}]\n\n")
 
-    def failed(self, stream: OutputStream | None, error: DpkitError) -> None:
+    def ended(self, stream: OutputStream | None, reason: FinishReason, error: str) -> None:
+        after_text = self.begun
+        self._begin(stream)
+        if reason is FinishReason.ABORT:
+            self._end(f"{' ' * after_text}[{reason}]\n\n")
+        else:
+            newline = "\n" * after_text
+            self._end(f"{newline}error: {error}\n\n")
+
+    def _begin(self, stream: OutputStream | None) -> None:
         if not self.begun:
-            engine = stream.engine.name if stream and stream.placement else "no engine"
-            self.held.append(self.line.header(engine, self.prompt))
-        self._end(f"error: {error}\n\n")
+            self.begun = True
+            self.held.append(_header(_engine(stream) or "no engine", self.prompt))
 
     def _end(self, tail: str) -> None:
         self.held.append(tail)
-        self.ended = True
+        self.over = True
         self.line.flush()
 
 
 class TextAnswers:
     """Answers for people."""
 
-    def __init__(self) -> None:
-        self._turns: list[_TextTurn] = []
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._turns: deque[_TextTurn] = deque()
 
-    def turn(self, prompt: str) -> Turn:
-        """Take the next place in line for the answer to `prompt`."""
-        turn = _TextTurn(self, prompt)
+    def turn(self, prompt: str, on_out: Callable[[], None]) -> Turn:
+        """Take the next place in line; `on_out` is called when the answer is out, all of it."""
+        turn = _TextTurn(self, prompt, on_out)
         self._turns.append(turn)
         return turn
-
-    def header(self, engine: str, prompt: str) -> str:
-        """What stands above an answer: who gave it, to what."""
-        return f"{click.style(f'[{engine}]', fg='cyan')} {click.style(prompt, bold=True)}\n"
 
     def flush(self) -> None:
         """Print what the first in line has, and go on to the next when it has ended."""
         while self._turns:
             first = self._turns[0]
-            click.echo("".join(first.held), nl=False)
+            self._output.write("".join(first.held))
             first.held.clear()
-            if not first.ended:
+            if not first.over:
                 return
-            self._turns.pop(0)
+            self._turns.popleft()
+            first.on_out()
+
+
+def _header(engine: str, prompt: str) -> str:
+    """What stands above an answer: who gave it, to what."""
+    return f"{click.style(f'[{engine}]', fg='cyan')} {click.style(one_line(prompt), bold=True)}\n"
+
+
+def _engine(stream: OutputStream | None) -> str | None:
+    return stream.engine.name if stream and stream.placement else None
 
 
 @define(eq=False)
 class _JsonTurn:
+    output: Output
     prompt: str
+    on_out: Callable[[], None]
 
     def text(self, stream: OutputStream, text: str) -> None:
         pass  # a JSON line is written whole, at the end
@@ -112,24 +153,38 @@ class _JsonTurn:
             latency_s=completion.latency_s,
         )
 
-    def failed(self, stream: OutputStream | None, error: DpkitError) -> None:
+    def ended(self, stream: OutputStream | None, reason: FinishReason, error: str) -> None:
         self._write(
             text=stream.text if stream else "",
             token_ids=stream.token_ids if stream else [],
-            finish_reason="error",
-            engine=stream.engine.name if stream and stream.placement else None,
+            finish_reason=reason,
+            engine=_engine(stream),
             ttft_s=None,
             latency_s=None,
-            error=str(error),
+            error=error,
         )
 
     def _write(self, **fields: object) -> None:
-        click.echo(json.dumps({"prompt": self.prompt} | fields, ensure_ascii=False))
+        self.output.write(to_json({"prompt": self.prompt} | fields))
+        self.on_out()
 
 
 class JsonAnswers:
     """Answers for programs: one object a line, in order of completion."""
 
-    def turn(self, prompt: str) -> Turn:
-        """Take the next place in line for the answer to `prompt`."""
-        return _JsonTurn(prompt)
+    def __init__(self, output: Output) -> None:
+        self._output = output
+
+    def turn(self, prompt: str, on_out: Callable[[], None]) -> Turn:
+        """Take a place; `on_out` is called when the answer is out."""
+        return _JsonTurn(self._output, prompt, on_out)
+
+
+def to_json(record: dict[str, Any]) -> str:
+    """One line; letters as they are where the reader's encoding has them all."""
+    text = json.dumps(record, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(record)
+    return f"{text}\n"

@@ -79,29 +79,65 @@ def dpkit() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0 good, 1 failed, 2 bad config or usage, 3 not started."""
+    """Run one command.
+
+    The exit code: 0 good, 1 failed, 2 bad config or usage, 3 not started, 130 interrupted, 143
+    terminated before all was done.
+    """
+    if sys.stdout is None:
+        click.echo("error: standard output is closed; give it somewhere to go", err=True)
+        return FAILED
     try:
         code = _run(args)
         sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
-    except BrokenPipeError:
-        return _reader_left()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `dpkit … | head` has read enough
+        code = FAILED
+        _drop_output()
+    except OSError as error:
+        code = FAILED
+        _drop_output()
+        click.echo(f"error: {error}", err=True)
     return code
 
 
 def _run(args: Sequence[str] | None) -> int:
     try:
         code = dpkit.main(args, prog_name="dpkit", standalone_mode=False)
-    except (click.Abort, KeyboardInterrupt):
+    except click.Abort:
         return INTERRUPTED
     except (click.ClickException, DpkitError) as error:
         click.echo(_message(error), err=True)
         return _exit_code(error)
+    except (KeyboardInterrupt, OSError):
+        raise
+    except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - ours or somebody else's bug
+        click.echo(_bug(error, sys.argv[1:] if args is None else args), err=True)
+        return FAILED
     return code if isinstance(code, int) else 0
+
+
+def _bug(error: BaseException, args: Sequence[str]) -> str:
+    """What is said of an exception that nobody expected: a line, or all of it for who asks."""
+    import traceback  # noqa: PLC0415 - only the unlucky pay for it
+
+    from dpkit.cli.words import describe  # noqa: PLC0415
+
+    level = os.environ.get("DPKIT__LOG__LEVEL", "")
+    if "debug" in level or any("log.level=" in arg and "debug" in arg for arg in args):
+        return "".join(traceback.format_exception(error)).rstrip()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return (
+        f"error: internal error: {describe(error)}; please report it, with the traceback that "
+        "--set log.level=debug or DPKIT__LOG__LEVEL=debug shows"
+    )
 
 
 def _message(error: click.ClickException | DpkitError) -> str:
     if isinstance(error, ConfigError):
-        return str(error)  # its lines begin with their own places
+        return "\n".join(map(_problem, error.problems))
     if isinstance(error, DpkitError):
         return f"error: {error}"
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
@@ -109,6 +145,12 @@ def _message(error: click.ClickException | DpkitError) -> str:
     context = getattr(error, "ctx", None)
     hint = f"\nTry '{context.command_path} --help'." if context else ""
     return f"error: {error.format_message()}{hint}"
+
+
+def _problem(problem: str) -> str:
+    """A problem of a config begins with its place; of a file that is not there, nothing does."""
+    unread = (": no such file; name one", ": cannot be read: ")
+    return f"error: {problem}" if any(words in problem for words in unread) else problem
 
 
 def _exit_code(error: click.ClickException | DpkitError) -> int:
@@ -120,7 +162,6 @@ def _exit_code(error: click.ClickException | DpkitError) -> int:
     return NOT_STARTED if not_started else FAILED
 
 
-def _reader_left() -> int:
-    """`dpkit … | head` has read enough; with no pipe left, Python's own last flush is silent."""
+def _drop_output() -> None:
+    """Let what cannot be written go nowhere, so that Python's own last flush is silent."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return FAILED

@@ -2,45 +2,73 @@
 
 from __future__ import annotations
 
-import json
-import statistics
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-import click
-from attrs import asdict, define, field
+from attrs import asdict, define
+
+from dpkit.cli.answers import to_json
+from dpkit.cli.words import plural, show_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dpkit.engine.core import EngineCoreStatistics
     from dpkit.messages import Completion
     from dpkit.nursery.cluster import ClusterStatistics
+    from dpkit.nursery.slot import EngineStatistics
+
+_MOST_ROWS = 32  # engines that fill a screen; of more, a row for each group
 
 
 @define(eq=False)
 class Tally:
-    """Sums over the completions of a run; times in seconds."""
+    """Sums over the prompts of a run; times in seconds, on one clock."""
 
-    started_at: float
-    ended_at: float
-    completions: list[Completion] = field(factory=list)
+    began_at: float | None = None
+    """When the first prompt was sent."""
+    ended_at: float | None = None
+    """When the last answer ended."""
+    finished: int = 0
     failed: int = 0
+    aborted: int = 0
+    output_tokens: int = 0
+    _ttfts: int = 0
+    _ttft_sum: float = 0.0
+    _ttft_max: float = 0.0
+
+    def began(self, now: float) -> None:
+        """A prompt was sent."""
+        if self.began_at is None:
+            self.began_at = now
+
+    def add(self, completion: Completion, now: float) -> None:
+        """A prompt was answered."""
+        self.ended_at = now
+        self.finished += 1
+        self.output_tokens += len(completion.token_ids)
+        if completion.token_ids:
+            self._ttfts += 1
+            self._ttft_sum += completion.ttft_s
+            self._ttft_max = max(self._ttft_max, completion.ttft_s)
 
     def overall(self) -> dict[str, float | int | None]:
         """Totals; times are None when nothing was generated."""
-        tokens = sum(len(completion.token_ids) for completion in self.completions)
-        ttfts = [c.ttft_s for c in self.completions if c.token_ids]
-        elapsed = self.ended_at - self.started_at
+        began, ended = self.began_at, self.ended_at
+        elapsed = 0.0 if began is None or ended is None else ended - began
         return {
-            "requests": len(self.completions) + self.failed,
+            "requests": self.finished + self.failed + self.aborted,
             "failed": self.failed,
-            "output_tokens": tokens,
+            "aborted": self.aborted,
+            "output_tokens": self.output_tokens,
             "duration_s": elapsed,
-            "ttft_mean_s": statistics.fmean(ttfts) if ttfts else None,
-            "ttft_max_s": max(ttfts, default=None),
-            "tokens_per_s": tokens / elapsed if elapsed > 0 else None,
+            "ttft_mean_s": self._ttft_sum / self._ttfts if self._ttfts else None,
+            "ttft_max_s": self._ttft_max if self._ttfts else None,
+            "tokens_per_s": self.output_tokens / elapsed if elapsed > 0 else None,
         }
 
 
-def print_json(cluster: ClusterStatistics, tally: Tally) -> None:
+def json_report(cluster: ClusterStatistics, tally: Tally) -> str:
     """One last line: ``{"statistics": {"engines": [...], "overall": {...}}}``."""
     engines = [
         {
@@ -51,40 +79,61 @@ def print_json(cluster: ClusterStatistics, tally: Tally) -> None:
         }
         for engine in cluster.engines
     ]
-    click.echo(json.dumps({"statistics": {"engines": engines, "overall": tally.overall()}}))
+    return to_json({"statistics": {"engines": engines, "overall": tally.overall()}})
 
 
-def print_table(cluster: ClusterStatistics, tally: Tally) -> None:
-    """A row per engine, and one line on the whole."""
+def table_report(cluster: ClusterStatistics, tally: Tally) -> str:
+    """A row per engine, or per group if there are many; and one line on the whole."""
     from rich.console import Console  # noqa: PLC0415 - costs a JSON run 70 ms for nothing
     from rich.table import Table  # noqa: PLC0415
 
     table = Table("engine", box=None, header_style="bold")
     for column in ("requests", "tokens", "peak KV", "preemptions"):
         table.add_column(column, justify="right")
-    for engine in cluster.engines:
-        core = engine.core
-        table.add_row(
-            engine.engine.name,
-            str(_requests(core)),
-            str(core.output_tokens),
-            f"{core.peak_kv_usage:.1%}",
-            str(core.preemptions),
-        )
-    Console(highlight=False).print(table)
-    click.echo(_summary(tally.overall()))
+    for row in _rows(cluster.engines):
+        table.add_row(*row)
+    console = Console(highlight=False)
+    with (
+        console.capture() as captured
+    ):  # written by us: rich would end the process at a closed pipe
+        console.print(table)
+    return f"{captured.get()}{_summary(tally)}\n"
+
+
+def _rows(engines: tuple[EngineStatistics, ...]) -> Iterator[tuple[str, ...]]:
+    if len(engines) <= _MOST_ROWS:
+        for engine in engines:
+            yield _row(engine.engine.name, [engine.core])
+        return
+    for group, members in groupby(engines, key=lambda each: each.engine.name.rpartition("-")[0]):
+        cores = [member.core for member in members]
+        yield _row(f"{group}-0 … {group}-{len(cores) - 1}" if len(cores) > 1 else group, cores)
+
+
+def _row(name: str, cores: list[EngineCoreStatistics]) -> tuple[str, ...]:
+    return (
+        name,
+        str(sum(map(_requests, cores))),
+        str(sum(core.output_tokens for core in cores)),
+        f"{max(core.peak_kv_usage for core in cores):.1%}",
+        str(sum(core.preemptions for core in cores)),
+    )
 
 
 def _requests(core: EngineCoreStatistics) -> int:
-    return core.requests_finished + core.requests_aborted + core.requests_refused
+    """Those that were served; one that can never fit is none of them."""
+    return core.requests_finished + core.requests_aborted
 
 
-def _summary(overall: dict[str, float | int | None]) -> str:
-    parts = [f"{overall['requests']} requests", f"{overall['output_tokens']} tokens"]
-    if overall["failed"]:
-        parts.insert(1, f"{overall['failed']} failed")
-    if overall["ttft_mean_s"] is not None:
-        parts.append(f"TTFT mean {overall['ttft_mean_s']:.3f} s, max {overall['ttft_max_s']:.3f} s")
-    if overall["tokens_per_s"]:
-        parts.append(f"{overall['tokens_per_s']:.1f} tokens/s")
+def _summary(tally: Tally) -> str:
+    overall = tally.overall()
+    parts = [plural(tally.finished + tally.failed + tally.aborted, "request")]
+    parts += [f"{tally.failed} failed"] * (tally.failed > 0)
+    parts += [f"{tally.aborted} aborted"] * (tally.aborted > 0)
+    parts.append(plural(tally.output_tokens, "token"))
+    mean, longest, rate = (overall[k] for k in ("ttft_mean_s", "ttft_max_s", "tokens_per_s"))
+    if mean is not None and longest is not None:
+        parts.append(f"TTFT mean {show_seconds(mean)}, max {show_seconds(longest)}")
+    if rate:
+        parts.append(f"{rate:.1f} tokens/s")
     return "all: " + ", ".join(parts)

@@ -31,7 +31,7 @@ def test_default_file_is_the_one_in_the_working_directory(
     assert main(["check"]) == 0
     out, err = capsys.readouterr()
     assert out == "dpkit.toml: ok: 1 engine of echo, policy kv_pressure\n"
-    assert err == "dpkit.toml: no such file; name one, or write dpkit.toml\n"
+    assert err == "error: dpkit.toml: no such file; name one, or write dpkit.toml\n"
 
 
 def test_every_problem_goes_to_stderr_with_exit_2(

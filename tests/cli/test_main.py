@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -146,14 +147,54 @@ def test_a_commands_own_exit_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert main([]) == 7
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+BUGS = [
+    ZeroDivisionError("by nothing"),
+    ExceptionGroup("outer", [ExceptionGroup("inner", [ZeroDivisionError("by nothing")])]),
+    BaseExceptionGroup("outer", [SystemExit(3)]),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=repr)
+@pytest.mark.parametrize("asked", ["not", "by an option", "by the environment"])
+def test_a_bug_is_one_line_and_its_traceback_to_be_had(
+    bug: BaseException,
+    asked: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     @click.command()
-    def broken() -> None:
-        raise ZeroDivisionError
+    @click.option("--set")
+    def broken(set: object) -> None:  # noqa: A002
+        raise bug
 
     monkeypatch.setattr(cli, "dpkit", broken)
-    with pytest.raises(ZeroDivisionError):
-        main([])
+    if asked == "by the environment":
+        monkeypatch.setenv("DPKIT__LOG__LEVEL", "debug")
+    assert main(["--set", "log.level=debug"] if asked == "by an option" else []) == 1
+    err = capsys.readouterr().err
+    if asked == "not":
+        assert err.startswith("error: internal error: ")
+        assert "--set log.level=debug" in err
+        assert err.count("\n") == 1
+    else:
+        assert "Traceback" in err
+
+
+@pytest.mark.parametrize("command", [["check"], ["run", "--prompt", "hi"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&-", "> /dev/full"])
+def test_an_output_that_takes_nothing_is_one_line_at_most(command: list[str], closed: str) -> None:
+    words = [sys.executable, "-m", "dpkit", *command, "--set", "engines.0.model=echo"]
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{shlex.join(words)} {closed}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=15,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == ("2>&-" not in closed)
+    assert done.stderr.startswith("error: ") or not done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,39 @@
+"""How numbers, prompts and errors are put for a person at a terminal."""
+
+from __future__ import annotations
+
+from dpkit.errors import DpkitError
+
+_HEADER = 80  # characters: a line of the smallest terminal in use
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: "1 token", "2 tokens"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def show_seconds(seconds: float) -> str:
+    """A time, in milliseconds when it is short."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    milliseconds = 1000 * seconds
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+
+
+def one_line(text: str) -> str:
+    """The beginning of a text, as one line without what a terminal might obey."""
+    start = text[: 10 * _HEADER]  # a prompt may be a book
+    line = " ".join("".join(c if c.isprintable() else " " for c in start).split())
+    cut = len(line) > _HEADER or len(start) < len(text)
+    return f"{line[: _HEADER - 1]}…" if cut else line
+
+
+def describe(error: BaseException) -> str:
+    """What went wrong: dpkit's own words, or those of somebody else's exception with its name."""
+    if isinstance(error, DpkitError):
+        return str(error)
+    try:
+        words = str(error)
+    except Exception:  # noqa: BLE001 - somebody else's `__str__`
+        words = ""
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
