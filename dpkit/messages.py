@@ -12,6 +12,7 @@ from attrs import field, frozen
 
 from dpkit.names import FinishReason as FinishReason  # noqa: PLC0414, TC001 - to be had from here
 from dpkit.sampling import SamplingParams as SamplingParams  # noqa: PLC0414 - likewise
+from dpkit.sampling import shown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -210,7 +211,7 @@ class StepResult:
 
 def _check(name: str, value: object, least: int) -> None:
     if type(value) is not int or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {shown(value)}")
 
 
 def _from_zero(_spec: ModelSpec, attribute: Attribute[int], value: int) -> None:
@@ -228,7 +229,7 @@ def _none_or_from_one(_spec: ModelSpec, attribute: Attribute[int], value: int | 
 
 def _token_ids(_spec: ModelSpec, attribute: Attribute[Any], value: Any) -> None:
     if not isinstance(value, set | frozenset):
-        raise ValueError(f"{attribute.name} must be a set, not {value!r}")  # noqa: TRY004 - as all
+        raise ValueError(f"{attribute.name} must be a set, not {shown(value)}")  # noqa: TRY004 - as all
     for token_id in value:
         _check(f"each of {attribute.name}", token_id, 0)
 

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from attrs import frozen
 
 from dpkit.errors import ModelUnsupported
+from dpkit.sampling import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 LARGEST = 2**31 - 1  # of what is counted in a model; far from what would be slow to look at
-
-_SHOWN = 60  # characters of a wrong value
 
 
 @frozen
@@ -101,10 +100,8 @@ class Fields:
 
     def refuse(self, key: str, expected: str, value: object) -> NoReturn:
         """Say that a key's value is not what is expected of it."""
-        shown = repr(value)
-        if len(shown) > _SHOWN:
-            shown = shown[:_SHOWN] + "…"
-        raise ModelUnsupported(f"{self.where}: {self._name(key)!r} {expected}, not {shown}")
+        where = f"{self.where}: {self._name(key)!r}"
+        raise ModelUnsupported(f"{where} {expected}, not {shown(value)}")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

@@ -5,27 +5,58 @@ Pure functions of the messages, the limits and the model's spec; they know no qu
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dpkit.engine.foreign import name_of
 from dpkit.errors import ModelFailed
+from dpkit.messages import SamplingParams, StepResult, TokenLogprob
+from dpkit.sampling import shown
 
 if TYPE_CHECKING:
     from dpkit.abc import Model
     from dpkit.engine.limits import EngineLimits
-    from dpkit.messages import Batch, GenerateRequest, ModelSpec, StepResult
-    from dpkit.sampling import SamplingParams
+    from dpkit.messages import Batch, BatchRow, GenerateRequest, ModelSpec
 
 
 def find_problem(request: GenerateRequest, limits: EngineLimits, spec: ModelSpec) -> str | None:
-    """Why `request` can never be served by an engine of these limits, if so."""
-    prompt = request.prompt_token_ids
-    if not prompt:
+    """Why `request` can never be served by an engine of these limits, if so.
+
+    Never raises, whatever the request holds: clients may be anybody's.
+    """
+    return (
+        _type_problem(request, spec)
+        or _size_problem(request, limits)
+        or _sampling_problem(request.sampling, spec)
+    )
+
+
+def _type_problem(request: GenerateRequest, spec: ModelSpec) -> str | None:
+    for name, kind in (
+        ("sampling", SamplingParams),
+        ("cache_salt", str),
+        ("prompt_token_ids", tuple),
+        ("output_token_ids", tuple),
+    ):
+        value: object = getattr(request, name)
+        if not isinstance(value, kind):
+            return f"{name} must be a {kind.__name__}, not {type(value).__name__}"
+        if isinstance(value, tuple) and (problem := _token_problem(name, value, spec.vocab_size)):
+            return problem
+    if not request.prompt_token_ids:
         return "the prompt is empty; give at least one token"
-    token_ids = prompt + request.output_token_ids
-    if min(token_ids) < 0 or max(token_ids) >= spec.vocab_size:
-        found = f"{min(token_ids)} to {max(token_ids)}"
-        return f"token ids must be 0 to {spec.vocab_size - 1}, not {found}"
-    return _size_problem(request, limits) or _sampling_problem(request.sampling, spec)
+    return None
+
+
+def _token_problem(name: str, token_ids: tuple[int, ...], vocab_size: int) -> str | None:
+    # Not `isinstance`: True would pass for a token, and numpy's ints don't keep their range.
+    if strange := set(map(type, token_ids)) - {int}:
+        return f"{name} must hold ints, not {strange.pop().__name__}"
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        found = f"{shown(min(token_ids))} to {shown(max(token_ids))}"
+        return f"token ids must be 0 to {vocab_size - 1}, not {found}"
+    return None
 
 
 def _size_problem(request: GenerateRequest, limits: EngineLimits) -> str | None:
@@ -59,14 +90,32 @@ def _sampling_problem(sampling: SamplingParams, spec: ModelSpec) -> str | None:
     return None
 
 
+def check_duration(model: Model, result: object) -> None:
+    """Check that a step's result is one and says how long the step lasts.
+
+    Raises:
+        ModelFailed: it is not; the message names the model's class.
+    """
+    name = name_of(model, "execute")
+    if not isinstance(result, StepResult):
+        raise ModelFailed(f"{name} must return a StepResult, not {type(result).__name__}")
+    duration: object = result.duration_s
+    if isinstance(duration, bool) or not (
+        isinstance(duration, int | float) and 0 <= duration < math.inf
+    ):
+        raise ModelFailed(f"{name} must say a duration_s from 0 on, not {shown(duration)}")
+
+
 def check_result(model: Model, batch: Batch, result: StepResult) -> None:
     """Check that a model gave each row what it asked for: a token, logprobs, or neither.
 
     Raises:
         ModelFailed: it did not; the message names the model's class.
     """
-    name = f"{type(model).__module__}.{type(model).__qualname__}.execute()"
-    sampled, rows, vocab_size = result.sampled, batch.rows, model.spec.vocab_size
+    name = name_of(model, "execute")
+    rows, vocab_size = batch.rows, model.spec.vocab_size
+    _check_kinds(name, result)
+    sampled = result.sampled
     if len(sampled) != len(rows):
         raise ModelFailed(f"{name} returned {len(sampled)} tokens for {len(rows)} rows")
     for index, (row, token_id) in enumerate(zip(rows, sampled, strict=True)):
@@ -76,12 +125,37 @@ def check_result(model: Model, batch: Batch, result: StepResult) -> None:
         elif type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise ModelFailed(
                 f"{name} must sample an int from 0 to {vocab_size - 1} for row {index}, "
-                f"not {token_id!r}"
+                f"not {shown(token_id)}"
             )
-        elif row.sampling.logprobs is not None and index not in result.logprobs:
+        elif row.sampling.logprobs is not None:
+            _check_logprobs(name, index, [result.logprobs.get(index)])
+        if row.scored or result.prompt_logprobs:
+            _check_scored(name, index, row, result.prompt_logprobs.get(index, ()))
+
+
+def _check_kinds(name: str, result: StepResult) -> None:
+    for part, kind in (("sampled", Sequence), ("logprobs", Mapping), ("prompt_logprobs", Mapping)):
+        value: object = getattr(result, part)
+        if not isinstance(value, kind) or isinstance(value, str | bytes):
+            noun = kind.__name__.lower()
+            raise ModelFailed(f"{name} must give `{part}` as a {noun}, not {type(value).__name__}")
+
+
+def _check_scored(name: str, index: int, row: BatchRow, told: object) -> None:
+    if not isinstance(told, Sequence):
+        kind = type(told).__name__
+        raise ModelFailed(f"{name} must tell prompt logprobs as a sequence, not {kind}")
+    if len(told) != len(row.scored):
+        raise ModelFailed(
+            f"{name} told {len(told)} prompt logprobs for row {index}, not {len(row.scored)}"
+        )
+    _check_logprobs(name, index, told)
+
+
+def _check_logprobs(name: str, index: int, told: Sequence[object]) -> None:
+    for logprob in told:
+        if logprob is None:
             raise ModelFailed(f"{name} told no logprob for row {index}, which asks for it")
-        told = len(result.prompt_logprobs.get(index, ()))
-        if told != len(row.scored):
-            raise ModelFailed(
-                f"{name} told {told} prompt logprobs for row {index}, not {len(row.scored)}"
-            )
+        if not isinstance(logprob, TokenLogprob):
+            kind = type(logprob).__name__
+            raise ModelFailed(f"{name} must tell row {index} a TokenLogprob, not {kind}")

@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import outcome
 import trio
 
+from dpkit.engine.checks import check_duration
+from dpkit.engine.foreign import call
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
@@ -43,13 +46,29 @@ class Runner(Protocol):
         """
 
 
+# Protected: Ctrl-C is for the program and waits for the next checkpoint. A KeyboardInterrupt that
+# comes out of a model's code is then one that this code raised, and nobody else's affair.
+@trio.lowlevel.enable_ki_protection
+def _execute(model: Model, batch: Batch, cache: Any) -> StepResult:
+    result = call(model, "execute", lambda: model.execute(batch, cache))
+    check_duration(model, result)
+    return result
+
+
+@trio.lowlevel.enable_ki_protection
+def _allocate(model: Model, num_blocks: int, block_size: int) -> Any:
+    return call(
+        model, "allocate", lambda: model.allocate(num_blocks=num_blocks, block_size=block_size)
+    )
+
+
 class _InlineRunner:
     def __init__(self, model: Model, cache: Any) -> None:
         self._model = model
         self._cache = cache
 
     async def execute(self, batch: Batch) -> StepResult:
-        result = self._model.execute(batch, self._cache)
+        result = _execute(self._model, batch, self._cache)
         await trio.sleep(result.duration_s)  # also the step's one checkpoint when it is 0
         return result
 
@@ -108,7 +127,7 @@ class _ThreadRunner:
         self._thread = thread
 
     async def execute(self, batch: Batch) -> StepResult:
-        result = await self._thread.run(lambda: self._model.execute(batch, self._cache))
+        result = await self._thread.run(lambda: _execute(self._model, batch, self._cache))
         if result.duration_s:
             await trio.sleep(result.duration_s)
         return result
@@ -135,16 +154,15 @@ async def open_runner(
         exception is an engine that was abandoned in a hung step: its thread is left behind, loudly.
 
     Error handling:
-        What the model raises comes out unchanged, from here or from `execute`.
+        What the model raises comes out unchanged, from here or from `execute`; what is no
+        `Exception`, or no result, as `ModelFailed`.
     """
     if model.inline:
-        yield _InlineRunner(model, model.allocate(num_blocks=num_blocks, block_size=block_size))
+        yield _InlineRunner(model, _allocate(model, num_blocks, block_size))
         return
     thread = _EngineThread(name)
     try:
-        cache = await thread.run(
-            lambda: model.allocate(num_blocks=num_blocks, block_size=block_size)
-        )
+        cache = await thread.run(lambda: _allocate(model, num_blocks, block_size))
         yield _ThreadRunner(model, cache, thread)
     finally:
         thread.stop()

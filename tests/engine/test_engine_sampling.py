@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from attrs import evolve, field, frozen
 
@@ -240,9 +241,18 @@ def test_what_a_model_cannot_do_is_refused_at_once(
     [
         ({"logprobs": {}}, "told no logprob for row 0, which asks for it"),
         ({"prompt_logprobs": {}}, "told 0 prompt logprobs for row 0, not 2"),
+        ({"logprobs": 5}, "must give `logprobs` as a mapping, not int"),
+        ({"logprobs": {0: 5.0}}, "must tell row 0 a TokenLogprob, not float"),
+        ({"prompt_logprobs": None}, "must give `prompt_logprobs` as a mapping, not NoneType"),
+        ({"prompt_logprobs": {0: 5}}, "must tell prompt logprobs as a sequence, not int"),
+        ({"prompt_logprobs": {0: [1, 2]}}, "must tell row 0 a TokenLogprob, not int"),
+        ({"sampled": None}, "must give `sampled` as a sequence, not NoneType"),
+        ({"sampled": iter([1])}, "must give `sampled` as a sequence, not list_iterator"),
+        ({"sampled": "a"}, "must give `sampled` as a sequence, not str"),
+        ({"sampled": [np.int64(1)]}, r"must sample an int .* not np.int64\(1\)"),
     ],
 )
-def test_a_model_that_forgets_logprobs_is_named(
+def test_a_model_whose_result_does_not_fit_is_named(
     make_core: MakeCore, ask: Ask, changes: dict[str, Any], message: str
 ) -> None:
     core = make_core()
@@ -262,3 +272,34 @@ def test_an_end_token_outside_the_vocabulary_is_nothing_to_ban(ask: Ask) -> None
     batch = core.schedule()
     assert batch is not None
     assert set(batch.rows[0].banned_token_ids) == {EOS_TOKEN_ID}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"prompt_token_ids": (True,)}, "prompt_token_ids must hold ints, not bool"),
+        ({"prompt_token_ids": (1, 1.5)}, "prompt_token_ids must hold ints, not float"),
+        ({"prompt_token_ids": ("a",)}, "prompt_token_ids must hold ints, not str"),
+        ({"prompt_token_ids": (np.int64(1),)}, "prompt_token_ids must hold ints, not int64"),
+        ({"prompt_token_ids": np.array([1, 2])}, "prompt_token_ids must be a tuple, not ndarray"),
+        ({"prompt_token_ids": None}, "prompt_token_ids must be a tuple, not NoneType"),
+        ({"prompt_token_ids": (10**30,)}, f"must be 0 to 256, not {10**30} to {10**30}"),
+        ({"output_token_ids": (None,)}, "output_token_ids must hold ints, not NoneType"),
+        ({"output_token_ids": [1]}, "output_token_ids must be a tuple, not list"),
+        ({"sampling": None}, "sampling must be a SamplingParams, not NoneType"),
+        ({"cache_salt": 5}, "cache_salt must be a str, not int"),
+        ({"cache_salt": b"s"}, "cache_salt must be a str, not bytes"),
+    ],
+    ids=str,
+)
+def test_a_request_of_wrong_types_is_refused_and_harms_nobody(
+    make_core: MakeCore, ask: Ask, changes: dict[str, Any], problem: str
+) -> None:
+    core = make_core()
+    core.add(ask("good"))
+    core.add(evolve(ask("bad"), **changes))
+    [refusal] = core.take_outputs()
+    assert refusal.request_id == "bad"
+    assert isinstance(refusal.error, RequestRejected)
+    assert problem in str(refusal.error)
+    assert [output.request_id for output in core.step()] == ["good"]

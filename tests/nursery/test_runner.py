@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import threading
 from typing import Any, ClassVar
 
@@ -11,6 +13,7 @@ import trio.testing
 
 from dpkit.abc import Model
 from dpkit.engine.models.echo import EchoModel
+from dpkit.errors import ModelFailed
 from dpkit.messages import Batch, BatchRow, SamplingParams, StepResult
 from dpkit.nursery.runner import open_runner
 
@@ -78,7 +81,7 @@ async def test_engines_do_not_wait_for_each_others_threads() -> None:
         slow.go.set()
 
 
-@pytest.mark.parametrize("error", [ValueError("boom"), MemoryError(), SystemExit(1)], ids=repr)
+@pytest.mark.parametrize("error", [ValueError("boom"), MemoryError()], ids=repr)
 async def test_what_a_step_raises_comes_out_unchanged(error: BaseException) -> None:
     model = Threaded()
     model.error = error
@@ -89,6 +92,76 @@ async def test_what_a_step_raises_comes_out_unchanged(error: BaseException) -> N
         model.error = None
         await runner.execute(BATCH)  # the thread has survived it
     assert not model.threads[0].is_alive()
+
+
+def cancelled_by_hand() -> BaseException:
+    """What asking Trio for a cancellation that nobody asked for looks like."""
+
+    async def be_cancelled() -> BaseException:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            try:
+                await trio.lowlevel.checkpoint()
+            except trio.Cancelled as error:
+                return error
+        raise AssertionError
+
+    return trio.run(be_cancelled)
+
+
+ENDS_MORE_THAN_AN_ENGINE = [
+    SystemExit(3),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    asyncio.CancelledError(),
+    cancelled_by_hand(),
+    BaseExceptionGroup("several", [KeyboardInterrupt()]),
+]
+
+
+@pytest.mark.parametrize("error", ENDS_MORE_THAN_AN_ENGINE, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("inline", [False, True])
+async def test_what_is_no_exception_becomes_one_at_the_models_edge(
+    error: BaseException, inline: bool
+) -> None:
+    class Rough(EchoModel):
+        spoils = ""
+
+        def allocate(self, **_: Any) -> Any:
+            if self.spoils == "allocate":
+                raise error
+
+        def execute(self, *_: Any, **__: Any) -> StepResult:
+            raise error
+
+    Rough.inline = inline
+    model = Rough()
+    async with open_runner(model, **SIZES) as runner:
+        with pytest.raises(
+            ModelFailed, match=rf"Rough.execute\(\) raised {type(error).__name__}"
+        ) as e:
+            await runner.execute(BATCH)
+        assert e.value.__cause__ is error
+    model.spoils = "allocate"
+    with pytest.raises(ModelFailed, match=r"Rough.allocate\(\) raised"):
+        await open_runner(model, **SIZES).__aenter__()
+
+
+@pytest.mark.parametrize("duration_s", [-1.0, math.nan, math.inf, "1", None, True])
+async def test_a_duration_that_is_none_is_told_before_it_is_slept(duration_s: Any) -> None:
+    async with open_runner(Timed(duration_s), **SIZES) as runner:
+        with pytest.raises(ModelFailed, match=r"Timed.execute\(\) must say a duration_s from 0 on"):
+            await runner.execute(BATCH)
+
+
+async def test_a_result_that_is_none_is_told() -> None:
+    class Silent(EchoModel):
+        def execute(self, *_: Any, **__: Any) -> Any:
+            return None
+
+    async with open_runner(Silent(), **SIZES) as runner:
+        with pytest.raises(ModelFailed, match="must return a StepResult, not NoneType"):
+            await runner.execute(BATCH)
 
 
 async def test_what_allocating_raises_comes_out_unchanged_and_the_thread_ends() -> None:

@@ -12,6 +12,7 @@ from dpkit.engine.foreign import call, name_of
 from dpkit.errors import DpkitError, ModelNotFound, ModelUnsupported, describe
 from dpkit.messages import ModelSpec
 from dpkit.names import Dtype, Quant
+from dpkit.sampling import shown
 
 if TYPE_CHECKING:
     from dpkit.abc import Tokenizer
@@ -98,7 +99,7 @@ def _load_class(path: str, module: str, name: str) -> Model:
     except BaseException as error:  # SystemExit too: of a script that was written to be run
         raise ModelUnsupported(f"{doing}: {describe(error)}") from error
     if not isinstance(spec, ModelSpec):
-        raise ModelUnsupported(f"{doing}: its spec must be a ModelSpec, not {spec!r:.80}")
+        raise ModelUnsupported(f"{doing}: its spec must be a ModelSpec, not {shown(spec)}")
     return model
 
 
