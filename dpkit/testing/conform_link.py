@@ -138,14 +138,21 @@ async def _check_aborts(subject: Subject, link: EngineLink, received: _Received)
     link.submit(late)
     await received.wait_for(lambda: bool(received.of("late")), WHOLE, "late")
     link.abort("late")
+    await _pass(link, received, "fence")
     received.forget("late")
     again = _ask("late", "zyxwvutsrqpo")
     link.submit(again)
     await received.wait_end("late")
-    received.check_echo(again, "an id that was aborted can be used again, and gets its own output")
+    received.check_echo(again, "once an abort has passed, its id is free: nothing late comes by it")
     rule = "a request that was aborted does not end"
     ends = [output for output in received.of("at-once") if output.finish_reason is not None]
     subject.demand(rule, not ends, f"it ended by {ends}")
+
+
+async def _pass(link: EngineLink, received: _Received, request_id: str) -> None:
+    """Wait until a request has been answered that was sent after all else."""
+    link.submit(_ask(request_id, "are we there yet"))
+    await received.wait_end(request_id)
 
 
 async def _check_refusal(subject: Subject, link: EngineLink, received: _Received) -> None:

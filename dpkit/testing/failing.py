@@ -113,12 +113,11 @@ class Points(Mark):
             InternalError: it has not. A run of a pair need not come to its second event: the first
             may have ended it.
         """
-        if self._fails.cancel is None and self._fails.kind and self.injected is None:
+        came = self.injected or (self._fails.cancel is not None and self.reached)
+        if self._fails.kind and not came:
             raise InternalError(
-                "the run never came to this call: the scenario is not deterministic"
+                "the run never came to the call that was to fail: the scenario is not deterministic"
             )
-        if self._fails.cancel is not None and not (self.injected or self.reached):
-            raise InternalError("the run came to neither event: the scenario is not deterministic")
 
 
 class _PointedModel(ModelWrapper):

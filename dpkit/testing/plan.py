@@ -31,7 +31,7 @@ class Blow(enum.StrEnum):
     HANG = "hang"  # its next step never ends
     GARBAGE = "garbage"  # its next step samples what is no token
     OUT_OF_MEMORY = "oom"  # its next step of more than `size` tokens fails
-    STILLBORN = "stillborn"  # its next life fails at the start
+    STILLBORN = "stillborn"  # its next life but `size` fails at the start
     SLOW = "slow"  # its steps take `size` times as long, until mended
     MEND = "mend"
     STATS = "stats"  # that share of all stats is lost, others are late, doubled and reordered
@@ -123,6 +123,7 @@ def draw_ask(rng: random.Random, clients: int, at: float) -> Ask:
 def _draw_troubles(rng: random.Random, engines: int, count: int) -> list[Trouble]:
     sizes: dict[Blow, Callable[[], float]] = {
         Blow.OUT_OF_MEMORY: lambda: rng.randint(1, 30),
+        Blow.STILLBORN: lambda: rng.randint(0, 1),
         Blow.SLOW: lambda: rng.choice([3, 10, 100]),
         Blow.STATS: lambda: rng.choice([0.1, 0.5, 1.0]),
         Blow.LEAVE: lambda: rng.choice([0.3, 1.0]),

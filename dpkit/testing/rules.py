@@ -9,17 +9,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dpkit.errors import DpkitError
-from dpkit.testing.runs import in_a_line
+from dpkit.testing.runs import in_a_line, leaf_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+_SHOWN = 300
+"""Characters of what was seen; a text that never ends is better cut."""
 
 
 class Nonconforming(DpkitError):  # noqa: N818 - reads as what is
     """What was checked breaks a rule of its contract; `rule` names it."""
 
     def __init__(self, what: str, rule: str, how: str) -> None:
-        super().__init__(f"{what} breaks the rule {rule!r}: {how}")
+        super().__init__(f"{what} breaks the rule {rule!r}: {how[:_SHOWN]}")
         self.rule = rule
 
 
@@ -43,7 +47,8 @@ class Subject:
         """Turn whatever the block raises into a breach of this rule."""
         try:
             yield
-        except Nonconforming:
-            raise
         except Exception as error:
-            raise Nonconforming(self.name, rule, in_a_line(error)) from error
+            leaf = leaf_of(error)
+            if isinstance(leaf, Nonconforming):
+                raise leaf from None
+            raise Nonconforming(self.name, rule, in_a_line(leaf)) from error

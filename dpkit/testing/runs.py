@@ -39,11 +39,17 @@ class RunFailed(DpkitError):  # noqa: N818 - reads as what happened
         super().__init__(f"{self.tool} failed: {in_a_line(error)}; replay: {replay}")
 
 
-def in_a_line(error: BaseException) -> str:
-    """What went wrong, without the groups that nurseries put around it."""
+def leaf_of(error: BaseException) -> BaseException:
+    """The first error, without the groups that nurseries put around it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_MESSAGE]
+    return error
+
+
+def in_a_line(error: BaseException) -> str:
+    """What went wrong, in one line of bounded length."""
+    leaf = leaf_of(error)
+    return " ".join(f"{type(leaf).__name__}: {leaf}".split())[:_MESSAGE]
 
 
 def this_command(variable: str, case: object) -> str:

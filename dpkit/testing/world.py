@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import click
@@ -58,10 +59,13 @@ class WorldResult:
     digest: str
     requests: int
     outcomes: dict[str, int]
+    failed: str
+    """What ended the cluster before its time, if anything did."""
 
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
-        return f"seed {self.seed}: {self.digest}, {self.requests} requests: {ends}"
+        failed = f"; the cluster failed: {self.failed}" if self.failed else ""
+        return f"seed {self.seed}: {self.digest}, {self.requests} requests: {ends}{failed}"
 
 
 def run_world(plan: Plan) -> WorldResult:
@@ -119,6 +123,7 @@ class World:
         sizes = {BLOCKS + number: model for number, model in enumerate(self.models.values())}
         self.model = self.history.model(ModelOfEach(sizes))
         self._plan = plan
+        self._failed = ""
         self._rng = random.Random(f"{plan.seed}/world")  # noqa: S311 - no secrets
         self._line = Line(self._rng)
         self._readers: dict[trio.CancelScope, None] = {}
@@ -130,7 +135,8 @@ class World:
             seed=self._plan.seed,
             digest=self.history.digest(),
             requests=len(outcomes),
-            outcomes={outcome: outcomes.count(outcome) for outcome in dict.fromkeys(outcomes)},
+            outcomes=dict(Counter(outcomes)),
+            failed=self._failed,
         )
 
     async def run(self) -> Cluster | None:
@@ -141,7 +147,8 @@ class World:
                 put_stats_on(cluster, self._line)
                 await self._live(cluster)
         except ClusterFailed as error:
-            self.history.note("failed", "cluster", type(error.__cause__).__name__)
+            self._failed = type(error.__cause__).__name__
+            self.history.note("failed", "cluster", self._failed)
         return cluster
 
     async def _live(self, cluster: Cluster) -> None:
@@ -199,7 +206,7 @@ def _strike(model: FaultyModel, trouble: Trouble) -> None:
         case Blow.OUT_OF_MEMORY:
             model.inject(Fault(FaultKind.OUT_OF_MEMORY, trouble.size))
         case Blow.STILLBORN:
-            model.births[model.lives] = CRASH
+            model.births[model.lives + round(trouble.size)] = CRASH
         case Blow.SLOW:
             model.always = Fault(FaultKind.SLOW, trouble.size)
         case Blow.MEND:

@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(autouse=True)
-def no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These sweeps are not the one whose failure is being replayed."""
-    monkeypatch.delenv(REPLAY, raising=False)
-
-
 async def _wait() -> None:
     """An operation that another task makes succeed: one step that may be aborted."""
     event = trio.Event()

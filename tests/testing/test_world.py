@@ -1,0 +1,106 @@
+"""Whole clusters through troubles drawn from seeds: every promise holds, and every run repeats."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from attrs import evolve
+from click.testing import CliRunner
+
+from dpkit.nursery.flights import Flights
+from dpkit.testing.history import LEFT
+from dpkit.testing.plan import Blow, Plan, Trouble, draw_plan
+from dpkit.testing.world import WorldFailed, main, run_world
+
+SEEDS = 200
+MORE_SEEDS = 10_000
+PARTS = 4  # a test has twenty seconds on a busy machine
+
+
+def run_seeds(seeds: range) -> Counter[str]:
+    """How requests ended in all of these worlds."""
+    outcomes: Counter[str] = Counter()
+    for seed in seeds:
+        outcomes.update(run_world(draw_plan(seed)).outcomes)
+    return outcomes
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_promises_hold_in_every_world(part: int) -> None:
+    outcomes = run_seeds(range(part, SEEDS, PARTS))
+    print(dict(outcomes))
+    assert outcomes.keys() >= {"length", "EngineLost", "DeadlineExceeded", "Overloaded", LEFT}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_promises_hold_in_ten_thousand_worlds(part: int) -> None:
+    run_seeds(range(SEEDS + part, MORE_SEEDS, 20))
+
+
+def test_every_trouble_is_drawn_sometime() -> None:
+    drawn = {trouble.blow for seed in range(SEEDS) for trouble in draw_plan(seed).troubles}
+    assert drawn == set(Blow)
+
+
+def test_the_same_seed_gives_the_same_history_in_every_process() -> None:
+    command = [sys.executable, "-m", "dpkit.testing.world", "--seeds", "3..8"]
+    ours = "".join(f"{run_world(draw_plan(seed))}\n" for seed in range(3, 9))
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+    )
+    assert done.stdout == ours
+
+
+def test_another_plan_gives_another_history() -> None:
+    plan = draw_plan(3)
+    assert run_world(plan) != run_world(evolve(plan, troubles=()))
+
+
+def alone(*troubles: Trouble) -> Plan:
+    return evolve(draw_plan(1), engines=1, max_inflight=None, max_queued=1024, troubles=troubles)
+
+
+def test_a_cluster_that_loses_its_last_engine_keeps_its_promises() -> None:
+    stillborn = [Trouble(0.0, Blow.STILLBORN, "e0-0", n) for n in range(3)]
+    result = run_world(alone(*stillborn, Trouble(0.1, Blow.CRASH, "e0-0")))
+    assert result.failed == "InjectedCrash"
+    assert result.outcomes.keys() & {"ClusterClosed", "EngineLost", LEFT}
+    assert not run_world(alone(*stillborn[1:], Trouble(0.1, Blow.CRASH, "e0-0"))).failed
+
+
+def test_a_broken_promise_is_told_in_a_line_that_replays_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deliver = Flights.deliver
+
+    def twice(self: Flights, engine: object, output: object) -> None:
+        deliver(self, engine, output)  # type: ignore[arg-type]
+        deliver(self, engine, output)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Flights, "deliver", twice)
+    with pytest.raises(WorldFailed, match=r"P2: .* got .*; replay: python -m .*world --seed 4$"):
+        run_world(draw_plan(4))
+    done = CliRunner().invoke(main, ["--seed", "4"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: world failed: PromiseBroken: P2")
+
+
+def test_the_plan_is_shown_when_asked_for() -> None:
+    done = CliRunner().invoke(main, ["--seeds", "3..4", "--plan"])
+    assert done.exit_code == 0
+    assert str(draw_plan(3)) in done.stdout
+    assert done.stdout.count("requests: ") == 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["--seeds", "a..b"], ["--seed", "x"]])
+def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
+    assert CliRunner().invoke(main, arguments).exit_code == 2
