@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory
+from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, describe
 from dpkit.messages import EngineOutput, EngineStats, StepReport
 from dpkit.names import FinishReason
 from dpkit.nursery.inbox import duplicate
@@ -119,7 +119,7 @@ class BusyLoop:
         theirs = error is self._models_error or not self.ready.is_set()
         if theirs or isinstance(error, DpkitError):
             return error
-        bug = InternalError(f"engine {self.engine} broke down: {error!r}", engine=self.engine)
+        bug = InternalError(f"engine {self.engine} broke down: {describe(error)}", engine=self.engine)
         bug.__cause__ = error
         return bug
 
@@ -167,7 +167,7 @@ class BusyLoop:
         if self._was_halved or self.cause is not None or not self.core.shrink():
             return False
         self._was_halved = True
-        _log.warning("engine %s halves its steps, for want of memory: %s", self.engine, repr(error))
+        _log.warning("engine %s halves its steps, for want of memory: %s", self.engine, describe(error))
         return True
 
     def _drain(self) -> None:
@@ -215,13 +215,18 @@ class BusyLoop:
         held += ((request.request_id, deliver) for request, deliver in queued)
         for request_id, deliver in held:
             error = EngineLost(
-                f"engine {self.engine} was lost while it held request {request_id}: {cause!r}",
+                f"engine {self.engine} was lost while it held request {request_id}: {describe(cause)}",
                 engine=self.engine,
                 request_id=request_id,
             )
             error.__cause__ = cause
             deliver(self.engine, _failed(request_id, error))
         self.core.end()
+
+    @property
+    def model_class(self) -> str:
+        """Name of the class that computes the steps."""
+        return f"{type(self._model).__module__}.{type(self._model).__qualname__}"
 
     @property
     def is_interruptible(self) -> bool:

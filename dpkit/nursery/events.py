@@ -1,12 +1,14 @@
 """What happened in a cluster, as a bounded ring of small frozen records.
 
 Anyone may emit, synchronously; readers look at the ring, or have it written to a file. When nobody
-writes as fast as things happen, the oldest records go and are counted. Knows nothing of who emits.
+writes as fast as things happen, the oldest records go and are counted. Each is logged as well, as
+loud as it is rare: what engines do at INFO, what requests do at DEBUG. Knows nothing of who emits.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
     from dpkit.messages import EngineId
     from dpkit.names import Cause, FinishReason
+
+_log = logging.getLogger(__name__)
 
 CAPACITY = 4096  # a burst of so many requests may end in one step before a writer gets its turn
 
@@ -38,6 +42,14 @@ class EventKind(enum.StrEnum):
     RELOADED = "reloaded"
 
 
+_LEVELS = {
+    EventKind.ENGINE_STUCK: logging.ERROR,
+    EventKind.REQUEST_RETRIED: logging.DEBUG,
+    EventKind.REQUEST_RESUMED: logging.DEBUG,
+    EventKind.REQUEST_ENDED: logging.DEBUG,
+}
+
+
 @frozen(kw_only=True)
 class Event:
     """One thing that happened. Every admitted request has exactly one `REQUEST_ENDED`."""
@@ -50,6 +62,12 @@ class Event:
     reason: FinishReason | None = None
     cause: Cause | None = None
     detail: str = ""
+
+    def __str__(self) -> str:
+        whom = [str(each) for each in (self.request_id, self.engine) if each is not None]
+        why = [str(each) for each in (self.reason, self.cause, self.detail) if each]
+        words = [self.kind.replace("_", " "), *whom]
+        return f"{' '.join(words)}: {', '.join(why)}" if why else " ".join(words)
 
 
 class EventLog:
@@ -80,17 +98,17 @@ class EventLog:
         detail: str = "",
     ) -> None:
         """Add an event, stamped now; never blocks, never fails."""
-        self._ring.append(
-            Event(
-                at=trio.current_time(),
-                kind=kind,
-                engine=engine,
-                request_id=request_id,
-                reason=reason,
-                cause=cause,
-                detail=detail,
-            )
+        event = Event(
+            at=trio.current_time(),
+            kind=kind,
+            engine=engine,
+            request_id=request_id,
+            reason=reason,
+            cause=cause,
+            detail=detail,
         )
+        self._ring.append(event)
+        _log.log(_LEVELS.get(kind, logging.INFO), "%s", event)
         self._emitted += 1
         self._lot.unpark()
 

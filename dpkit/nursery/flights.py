@@ -8,6 +8,7 @@ and nothing of prompts or text.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from dpkit.nursery.flight import Limits, RequestStatistics
     from dpkit.nursery.membership import Membership
     from dpkit.nursery.stream import OutputStream
+
+_log = logging.getLogger(__name__)
 
 
 class Flights:
@@ -273,6 +276,9 @@ class Flights:
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
             return
+        if _log.isEnabledFor(logging.DEBUG):
+            request_id, engine = flight.request.request_id, placement.engine
+            _log.debug("request %s goes to %s by %s", request_id, engine, placement.reason)
         flight.placement, flight.answered = placement, False
         self.placed += 1
         self._deadlines.discard(flight.request.request_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import traceback
 from typing import TYPE_CHECKING
 
 from attrs import define, evolve
@@ -51,14 +52,23 @@ class _Team(Observer):
     def __init__(self, slots: Sequence[EngineSlot], on_bug: OnBug) -> None:
         self.slots = {slot.name: slot for slot in slots}
         self._on_bug = on_bug
+        self._told: set[str] = set()
 
     def failed(self, name: str, life: int, error: Exception) -> None:
-        _log.warning("engine %s was lost in its life %d: %r", name, life, error)
+        # Its words by way of traceback: a class of somebody else's may fail to give any.
+        words = traceback.TracebackException(type(error), error, None)
+        what = f"{type(error).__name__}: {words}"
+        # With its traceback once: a restart that fails likewise says nothing new.
+        exc_info = None if what in self._told else error
+        self._told.add(what)
+        model = self.slots[name].model_class
+        message = "engine %s (%s) failed in its life %d: %s"
+        _log.error(message, name, model, life, what, exc_info=exc_info)
         if isinstance(error, InternalError):  # nobody's fault but ours: no new life mends that
             self._on_bug(error, f"engine {name}")
 
     def gave_up(self, name: str, error: Exception) -> None:
-        _log.error("engine %s failed too often and is down: %r", name, error)
+        _log.error("engine %s failed too often and is down", name)
         self.slots[name].give_up(error)
 
 
@@ -235,6 +245,6 @@ def _refuse_failures(slots: Sequence[EngineSlot]) -> None:
     for slot in slots:
         if slot.state is EngineState.DOWN:
             raise ScalingFailed(
-                f"engine {slot.name} did not come up: {slot.last_error!r}; "
+                f"engine {slot.name} did not come up: {slot.statistics().last_error}; "
                 "the new engines are gone again, the others serve on"
             ) from slot.last_error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 from attrs import frozen
 
-from dpkit.errors import EngineLost
+from dpkit.errors import EngineLost, describe
 from dpkit.link.local import LocalLink
 from dpkit.messages import EngineId
 from dpkit.names import EngineState
@@ -106,6 +106,11 @@ class EngineSlot:
         """The present life, or the last one."""
         return self.loop.engine
 
+    @property
+    def model_class(self) -> str:
+        """What computes here, as it is written in Python."""
+        return self.loop.model_class
+
     async def live(self, number: int) -> None:
         """Live once: a life of the supervisor's. Ends well only when the engine was retired."""
         if self._retired.is_set():
@@ -131,7 +136,7 @@ class EngineSlot:
         """The supervisor will ask for no more lives."""
         self.state = EngineState.DOWN
         self.last_error = error
-        self._events.emit(EventKind.ENGINE_DOWN, engine=self.engine, detail=repr(error))
+        self._events.emit(EventKind.ENGINE_DOWN, engine=self.engine, detail=describe(error))
         self._membership.dismiss(self.name)
         self.settled.set()
 
@@ -171,7 +176,7 @@ class EngineSlot:
             model=self._model,
             state=self.state,
             restarts=self.restarts,
-            last_error=None if error is None else f"{type(error).__name__}: {error}",
+            last_error=None if error is None else describe(error),
             report=self.loop.report(),
             core=self.loop.core.statistics(),
         )
@@ -199,7 +204,12 @@ class EngineSlot:
         def make_link(flights: Flights) -> LocalLink:
             return LocalLink(loop.engine, loop.inbox, flights.deliver)
 
-        self._events.emit(EventKind.ENGINE_READY, engine=loop.engine)
+        limits, detail = loop.core.limits, f"restart {self.restarts}, " if self.restarts else ""
+        detail += (
+            f"{limits.num_blocks} blocks of {limits.block_size} tokens, at most "
+            f"{limits.max_num_seqs} sequences and {limits.max_num_batched_tokens} tokens a step"
+        )
+        self._events.emit(EventKind.ENGINE_READY, engine=loop.engine, detail=detail)
         self.settled.set()
         await self._admitted.wait()
         if not self._retired.is_set():
@@ -248,5 +258,5 @@ class EngineSlot:
 
     def _lost(self, error: Exception) -> None:
         engine = self.loop.engine
-        self._events.emit(EventKind.ENGINE_LOST, engine=engine, detail=repr(error))
+        self._events.emit(EventKind.ENGINE_LOST, engine=engine, detail=describe(error))
         self._membership.leave(engine, lost=True)
