@@ -119,7 +119,8 @@ class BusyLoop:
         theirs = error is self._models_error or not self.ready.is_set()
         if theirs or isinstance(error, DpkitError):
             return error
-        bug = InternalError(f"engine {self.engine} broke down: {describe(error)}", engine=self.engine)
+        message = f"engine {self.engine} broke down: {describe(error)}"
+        bug = InternalError(message, engine=self.engine)
         bug.__cause__ = error
         return bug
 
@@ -167,7 +168,8 @@ class BusyLoop:
         if self._was_halved or self.cause is not None or not self.core.shrink():
             return False
         self._was_halved = True
-        _log.warning("engine %s halves its steps, for want of memory: %s", self.engine, describe(error))
+        what = describe(error)
+        _log.warning("engine %s halves its steps, for want of memory: %s", self.engine, what)
         return True
 
     def _drain(self) -> None:
@@ -209,13 +211,14 @@ class BusyLoop:
         self.cause = cause
         self.inbox.close()
         self._on_lost(cause)
+        said = describe(cause)
         held = list(self._deliver.items())
         self._deliver.clear()
         queued = self.inbox.drain().requests  # perhaps with an id of the former, of another client
         held += ((request.request_id, deliver) for request, deliver in queued)
         for request_id, deliver in held:
             error = EngineLost(
-                f"engine {self.engine} was lost while it held request {request_id}: {describe(cause)}",
+                f"engine {self.engine} was lost while it held request {request_id}: {said}",
                 engine=self.engine,
                 request_id=request_id,
             )

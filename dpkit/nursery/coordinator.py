@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.errors import InternalError
+from dpkit.errors import InternalError, describe
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.supervisor import Observer, Restarts, supervise
 
@@ -73,7 +73,7 @@ class Coordinator(Observer):
     def failed(self, name: str, life: int, error: Exception) -> None:
         """A life was lost."""
         _log.warning("the %s was lost in its life %d: %r", name, life, error)
-        self._events.emit(EventKind.COORDINATOR_LOST, detail=repr(error))
+        self._events.emit(EventKind.COORDINATOR_LOST, detail=describe(error))
         if isinstance(error, InternalError):
             self._on_bug(error, name)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from dpkit.errors import ServiceFailed
+from dpkit.errors import ServiceFailed, describe
 from dpkit.nursery.context import protected_context
 
 if TYPE_CHECKING:
@@ -168,9 +168,7 @@ async def open_services(
     cause = services.first_error
     if body_error is not None:
         if cause is not None:
-            body_error.add_note(f"meanwhile {services.failed_service} failed: {cause!r}")
+            body_error.add_note(f"meanwhile {services.failed_service} failed: {describe(cause)}")
         raise body_error
     if cause is not None:
-        raise failure(
-            f"{services.failed_service} failed: {type(cause).__name__}: {cause}"
-        ) from cause
+        raise failure(f"{services.failed_service} failed: {describe(cause)}") from cause
