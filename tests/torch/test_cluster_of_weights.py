@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import pytest
+import torch
+
+from dpkit.config.load import load_config
 from dpkit.config.schema import Config, EngineGroupConfig
+from dpkit.engine.models.torch.linear import Int4
+from dpkit.engine.models.torch.model import TorchModel
+from dpkit.engine.models.torch.transformer import Transformer
 from dpkit.names import Dtype, Quant
 from dpkit.nursery.cluster import open_cluster
 from dpkit.testing.tiny import write_tiny_directory
@@ -27,12 +34,37 @@ async def test_each_group_gets_the_model_that_it_asks_for(tmp_path: Path) -> Non
         group(path, "small", quant=Quant.INT4),
     ]
     async with open_cluster(Config(engines=groups)) as cluster:
-        exact, second, again, half, small = (loop.core.model for loop in cluster._loops)
+        exact, second, again, half, small = (slot.loop.core.model for slot in cluster._slots)
         assert exact is second is again
         assert len({id(model) for model in (exact, half, small)}) == 3
         assert half.spec.kv_bytes_per_token * 2 == exact.spec.kv_bytes_per_token
         assert small.spec.kv_bytes_per_token == half.spec.kv_bytes_per_token
         assert len((await cluster.client.complete("hello", max_tokens=3)).token_ids) <= 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype", "is_int4"),
+    [
+        ('dtype = "float32"', torch.float32, False),
+        ('dtype = "bfloat16"', torch.bfloat16, False),
+        ('quant = "int4"', torch.bfloat16, True),
+    ],
+)
+async def test_what_a_file_says_of_numbers_reaches_the_weights_and_the_cache(
+    tmp_path: Path, keys: str, dtype: torch.dtype, is_int4: bool
+) -> None:
+    path = write_tiny_directory(tmp_path / "tiny", intermediate_size=128)
+    file = tmp_path / "dpkit.toml"
+    file.write_text(f'[[engines]]\nmodel = "{path}"\n{keys}\n[engines.kv]\nnum_blocks = 8\n')
+    async with open_cluster(load_config(file)) as cluster:
+        model = cluster._slots[0].loop.core.model
+        assert isinstance(model, TorchModel)
+        transformer = model._transformer
+        assert isinstance(transformer, Transformer)
+        assert transformer.dtype is dtype
+        assert isinstance(transformer._layers[0].down, Int4) is is_int4
+        assert model.allocate(num_blocks=1, block_size=1).dtype is dtype
+        assert (await cluster.client.complete("hello", max_tokens=2)).token_ids
 
 
 async def test_engines_share_the_cores(tmp_path: Path, monkeypatch) -> None:
@@ -41,4 +73,4 @@ async def test_engines_share_the_cores(tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, n=cores: set(range(n)))
         config = Config(engines=[group(path, "tiny", count=engines, dtype=Dtype.FLOAT32)])
         async with open_cluster(config) as cluster:
-            assert {loop.core.model.threads_per_engine for loop in cluster._loops} == {threads}
+            assert {slot.loop.core.model.threads_per_engine for slot in cluster._slots} == {threads}
