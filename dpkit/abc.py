@@ -66,7 +66,7 @@ class Model(abc.ABC):
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of this model."""
 
-    def allocate(self, *, num_blocks: int, block_size: int) -> Any:  # noqa: ARG002 - a default
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
         """Make one engine's KV cache; called once per engine, in the thread that will use it."""
         return None
 
@@ -162,23 +162,23 @@ class Policy(abc.ABC):
     def pick(self, request: GenerateRequest, view: LoadView) -> int:
         """Index of the engine for `request`."""
 
-    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float | None:  # noqa: ARG002
+    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float | None:
         """What `pick` compares, for whoever asks why; None: this policy does not score."""
         return None
 
-    def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:  # noqa: B027 - a hook
+    def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
         """A request was charged to engine `index`; a pinned one too: `request.engine` is set."""
 
-    def on_release(self, request: GenerateRequest, index: int, view: LoadView) -> None:  # noqa: B027 - a hook
+    def on_release(self, request: GenerateRequest, index: int, view: LoadView) -> None:
         """A charged request ended, whichever way; `index` is where its engine is now.
 
         Not called for an engine that left the view meanwhile: what it held is no longer counted.
         """
 
-    def on_engines(self, view: LoadView) -> None:  # noqa: B027 - a hook
+    def on_engines(self, view: LoadView) -> None:
         """An engine came or went: indices have moved, and there may be no engine at all."""
 
-    def on_snapshot(self, view: LoadView) -> None:  # noqa: B027 - a hook
+    def on_snapshot(self, view: LoadView) -> None:
         """A new snapshot replaced the old one."""
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from dpkit.testing.leaks import leak_check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+settings.register_profile("patient", deadline=None)  # a busy machine is no failure
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)

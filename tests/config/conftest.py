@@ -6,10 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-
-settings.register_profile("patient", deadline=None)  # a busy machine is no failure
-settings.load_profile("patient")
 
 EXAMPLE = Path(__file__).parents[2] / "dpkit.toml"
 

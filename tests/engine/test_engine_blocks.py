@@ -84,9 +84,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.usage == pytest.approx(held / self.pool.num_blocks)
 
 
-BlockPoolMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
-)
+BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestBlockPool = BlockPoolMachine.TestCase
 
 
