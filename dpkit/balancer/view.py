@@ -39,12 +39,18 @@ class Load(Account):
     kv_cache_usage: float = 0.0
     others: int = 0
 
-    def hear(self, waiting: int, running: int, kv_cache_usage: float) -> None:
-        """Replace what the last snapshot told."""
+    def hear(
+        self, waiting: int, running: int, kv_cache_usage: float, *, alone: bool = False
+    ) -> None:
+        """Replace what the last snapshot told.
+
+        To a client that is alone it tells of no others: what it counts beyond the client's own are
+        requests that have ended since it was made.
+        """
         self.waiting = waiting
         self.running = running
         self.kv_cache_usage = kv_cache_usage
-        self.others = max(0, waiting + running - self.inflight)
+        self.others = 0 if alone else max(0, waiting + running - self.inflight)
 
 
 class LoadView:
@@ -149,7 +155,7 @@ class LoadView:
             return False
         self._heard = snapshot.loads
         for load in self._loads:
-            load.hear(*self._row(load.rank))
+            load.hear(*self._row(load.rank), alone=self.client_count == 1)
         self.changes.update(range(len(self._loads)))
         return True
 
@@ -202,7 +208,8 @@ class LoadView:
             load = Load(engine)
             self._ledger.open(load)
         load.rank = rank
-        load.hear(*(self._row(rank) if self._lives.get(engine.name) == engine else UNKNOWN))
+        heard = self._row(rank) if self._lives.get(engine.name) == engine else UNKNOWN
+        load.hear(*heard, alone=self.client_count == 1)
         return load
 
     def _renumber(self) -> None:

@@ -71,8 +71,8 @@ def test_equal_idle_engines_share_a_burst(make_client: MakeClient, name: PolicyN
 def test_policies_that_look_at_load_avoid_the_loaded_engine(
     make_client: MakeClient, name: PolicyName
 ) -> None:
-    client = make_client(2, name)
-    client.snapshot((4, 20, 0.9), (0, 1, 0.1))
+    client = make_client(2, name, count=2)
+    client.snapshot((40, 20, 0.9), (0, 1, 0.1))
     assert client.burst(8) == [1] * 8
 
 
@@ -141,7 +141,7 @@ def test_least_tokens_takes_a_request_of_others_for_as_large_as_ones_own(
 
 def test_power_of_two_compares_two_engines(make_client: MakeClient) -> None:
     policy = load_policy("power_of_two", rng=random.Random(1))
-    client = make_client(4, policy)
+    client = make_client(4, policy, count=2)
     client.snapshot((0, 9, 0.0), (0, 8, 0.0), (0, 7, 0.0), (0, 6, 0.0))
     drawn: Counter[int] = Counter()
     for _ in range(600):

@@ -152,9 +152,16 @@ def test_a_name_or_rank_that_is_taken_is_refused(engine: EngineId, rank: int, by
     assert list(view.engines) == [E0, E1]
 
 
+def test_who_is_alone_has_no_others_whatever_a_snapshot_says() -> None:
+    view = LoadView([E0, E1], Ledger())
+    view.apply(Snapshot(loads=((1, 4, 0.5), (0, 2, 0.5))))
+    assert [load.others for load in view.loads] == [0, 0]
+    assert view.running == [4, 2]
+
+
 def test_what_the_snapshot_counts_beyond_ones_own_is_of_others() -> None:
     ledger = Ledger()
-    view = LoadView([E0, E1], ledger)
+    view = LoadView([E0, E1], ledger, client_count=2)
     charges = [ledger.charge(f"r{number}", E0) for number in range(3)]
     view.apply(Snapshot(loads=((1, 4, 0.5), (0, 2, 0.5))))
     assert [load.others for load in view.loads] == [2, 2]
