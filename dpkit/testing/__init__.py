@@ -1,5 +1,12 @@
-"""Tools for whoever tests dpkit or builds on it.
+"""Tools for whoever tests dpkit or builds on it; docs/testing.md tells them apart.
 
-`sweep` cancels a task at every step, `check_idle` proves that nothing was left behind; `picks` and
-`coordinator` are modules to run, which replay recorded behaviour. Nothing in dpkit imports this.
+* Every schedule, every failure: `sweep` (cancel at every step), `failing` (fail at every call, and
+  pairs of both), `explorer` (all orders of a small race), `world` (a whole cluster from a seed).
+* What to put in: `faults` (models that fail as planned), `links` (bad lines), `wrapper` (models
+  around models).
+* What to check: `history` (one outcome a request, no token lost or invented), `idle` (nothing is
+  held), `leaks` (nothing is left), `conformance` (the contracts of models, policies and links).
+* Replays of recorded behaviour, as modules to run: `picks`, `coordinator`.
+
+Nothing else in dpkit imports this.
 """

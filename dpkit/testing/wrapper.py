@@ -29,6 +29,15 @@ class ModelWrapper(Model):
         self.spec = model.spec
         vars(self)["inline"] = model.inline  # a fact of the class for others, of `model` for us
 
+    @property
+    def threads_per_engine(self) -> int:
+        """The wrapped model's, which a cluster sets through this."""
+        return self.model.threads_per_engine
+
+    @threads_per_engine.setter
+    def threads_per_engine(self, threads: int) -> None:
+        self.model.threads_per_engine = threads
+
     def tokenizer(self) -> Tokenizer:
         """The wrapped model's."""
         return self.model.tokenizer()

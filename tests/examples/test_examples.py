@@ -88,6 +88,18 @@ def test_a_crash_is_survived_by_every_request() -> None:
     ]
 
 
+def test_your_own_model_can_be_tested_as_ours_are() -> None:
+    path = EXAMPLES / "test_your_engine.py"
+    command = [sys.executable, "-m", "pytest", "-sq", "-p", "no:cacheprovider", path]
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=15, check=False, cwd=EXAMPLES.parent
+    )
+    assert process.returncode == 0, process.stdout
+    assert "3 passed" in process.stdout
+    assert re.search(r"cancelled in \d\d+ runs", process.stdout)
+    assert re.search(r"failed in \d\d runs: \{'allocate': 2, 'step': 10\}", process.stdout)
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_is_tested(path: Path) -> None:
     assert f'"{path.name}"' in Path(__file__).read_text()
