@@ -4,7 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := smollm2-135m
 
-.PHONY: run test slow check bench clean
+.PHONY: help run test slow check bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 run: $(VENV)/.installed model  ## the main job: two engines answer four prompts
 	$(BIN)/dpkit run dpkit.toml --max-tokens 48 --chat \
@@ -29,7 +32,7 @@ bench: $(VENV)/.installed model  ## speed, as ratios within one run
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 .PHONY: model
-model: $(VENV)/.installed
+model: $(VENV)/.installed  ## the demo model, into your cache
 	$(BIN)/dpkit fetch $(MODEL)
 
 # torch is pinned in constraints.txt: left to itself, pip may choose a build of several GB.
@@ -44,5 +47,5 @@ $(VENV)/.peers: $(VENV)/.installed
 	  -c constraints.txt -e '.[torch,dev,peers]'
 	touch $@
 
-clean:
+clean:  ## remove what the targets made
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

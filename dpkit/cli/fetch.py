@@ -31,7 +31,8 @@ def command(name: str | None, *, list_names: bool) -> None:
     """
     if list_names:
         for known, source in FETCHABLE.items():
-            click.echo(f"{known}  {source.summary} ({source.licence}, {_megabytes(source.size)})")
+            sizes = f"{_megabytes(source.size)} to fetch, {_megabytes(source.disk)} on disk"
+            click.echo(f"{known}  {source.summary} ({source.licence}, {sizes})")
         return
     if name is None:
         raise click.UsageError("which model? `dpkit fetch --list` lists them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dpkit import errors
 from dpkit.errors import DpkitError
 
 _HEADER = 80  # characters: a line of the smallest terminal in use
@@ -30,10 +31,4 @@ def one_line(text: str) -> str:
 
 def describe(error: BaseException) -> str:
     """What went wrong: dpkit's own words, or those of somebody else's exception with its name."""
-    if isinstance(error, DpkitError):
-        return str(error)
-    try:
-        words = str(error)
-    except Exception:  # noqa: BLE001 - somebody else's `__str__`
-        words = ""
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return str(error) if isinstance(error, DpkitError) else errors.describe(error)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from dpkit.errors import RequestRejected
+from dpkit.errors import RequestRejected, describe
 from dpkit.sampling import MOST_TOKENS, shown
 from dpkit.text.transcript import Transcript
 
@@ -69,7 +69,7 @@ def _tokenizing() -> Iterator[None]:
         raise
     except Exception as error:
         raise RequestRejected(
-            f"the model's tokenizer cannot take this prompt: {type(error).__name__}: {error}"
+            f"the model's tokenizer cannot take this prompt: {describe(error)}"
         ) from error
 
 

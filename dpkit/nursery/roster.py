@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import traceback
 from typing import TYPE_CHECKING
 
 from attrs import define, evolve
 
-from dpkit.errors import ConfigError, DpkitError, InternalError
+from dpkit.errors import ConfigError, DpkitError, InternalError, describe
 from dpkit.names import EngineState, Strategy
 from dpkit.nursery.build import restarts
 from dpkit.nursery.supervisor import Observer, supervise
@@ -55,9 +54,7 @@ class _Team(Observer):
         self._told: set[str] = set()
 
     def failed(self, name: str, life: int, error: Exception) -> None:
-        # Its words by way of traceback: a class of somebody else's may fail to give any.
-        words = traceback.TracebackException(type(error), error, None)
-        what = f"{type(error).__name__}: {words}"
+        what = describe(error)
         # With its traceback once: a restart that fails likewise says nothing new.
         exc_info = None if what in self._told else error
         self._told.add(what)

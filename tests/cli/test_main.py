@@ -230,6 +230,16 @@ def test_ctrl_c_while_a_command_works_is_130() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_make_help_lists_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    done = subprocess.run(
+        ["/usr/bin/env", "make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
+    assert listed["run"] == "the main job: two engines answer four prompts"
+    assert set(listed) == set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+
+
 def test_the_readme_lists_every_command_and_no_other() -> None:
     rows = re.findall(r"^\| `dpkit ([a-z]+)[^`]*` \|", README.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(cli.dpkit.list_commands(click.Context(cli.dpkit)))

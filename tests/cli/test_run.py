@@ -31,6 +31,22 @@ class Unstartable(EchoModel):
 """
 
 
+PICKY_POLICY = """
+from dpkit.abc import Policy
+
+class Picky(Policy):
+    def pick(self, request, view):
+        if bytes(request.prompt_token_ids) == b"no":
+            raise KeyError("not this one")
+        return 0
+
+class Forger(Policy):
+    def pick(self, request, view):
+        view._ledger.charge("forged", view.engines[0], 1)
+        return 0
+"""
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "dpkit.toml"
@@ -125,6 +141,95 @@ def test_a_refused_prompt_is_a_json_line_with_its_error(config, capsys) -> None:
     assert line["text"] == ""
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--temperature", "nan"], "--temperature must be a number from 0 to 100, not nan"),
+        (["--temperature", "500"], "--temperature must be a number from 0 to 100, not 500.0"),
+        (["--max-tokens", "99999999999"], "--max-tokens must be a whole number from 1 to 2147"),
+        (["--max-tokens", "0"], "--max-tokens must be a whole number from 1 to "),
+    ],
+)
+def test_an_option_out_of_range_is_a_usage_error(args, says, config, capsys) -> None:
+    assert main(["run", config, "--prompt", "hi", *args]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"error: {says}")
+    assert out == ""
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_prompt_that_is_no_text_fails_alone(as_json, config, capsys) -> None:
+    """What a shell passes for bytes that are not UTF-8."""
+    json_too = ["--json"] * as_json
+    assert main(["run", config, *json_too, "--prompt", "\udcff", "--prompt", "fine"]) == 1
+    out, err = capsys.readouterr()
+    assert "half of a surrogate pair at character 0" in out
+    assert ('"text": "fine"' if as_json else "fine [stop]") in out
+    assert err == ""
+
+
+def test_whatever_a_policy_raises_fails_one_prompt(tmp_path, config, capsys, monkeypatch) -> None:
+    (tmp_path / "picky_policy.py").write_text(PICKY_POLICY)
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = ["--set", "balancer.policy=picky_policy:Picky"]
+    assert main(["run", config, *policy, "--prompt", "no", "--prompt", "fine"]) == 1
+    out, err = capsys.readouterr()
+    assert "[no engine] no\nerror: KeyError: 'not this one'\n" in out
+    assert "fine [stop]" in out
+    assert err == ""
+
+
+def test_a_long_prompt_has_a_header_of_one_line(config, capsys) -> None:
+    prompt = "first line\n\tand \x1b[2Jso on " * 100
+    assert main(["run", config, "--prompt", prompt, "--max-tokens", "1"]) == 0
+    header = capsys.readouterr().out.splitlines()[0]
+    assert header.startswith("[echo-0] first line and [2Jso on first line")
+    assert header.endswith("…")
+    assert len(header) == len("[echo-0] ") + 80
+
+
+def test_a_name_with_spaces_was_meant_as_a_prompt(config, capsys) -> None:
+    assert main(["run", "What is the time?"]) == 2
+    err = capsys.readouterr().err
+    assert "if it is a prompt, say --prompt 'What is the time?'" in err
+
+
+def test_many_engines_are_a_row_for_each_group(config, capsys) -> None:
+    assert main(["run", config, "--set", "engines.0.count=40", "--prompt", "hi"]) == 0
+    rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert rows[1].split() == ["echo-0", "…", "echo-39", "1", "3", "0.0%", "0"]
+    assert len(rows) == 3
+
+
+def test_a_refused_prompt_was_not_served(config, capsys) -> None:
+    assert main(["run", config, "--json", "--prompt", ""]) == 1
+    _, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [engine["requests"] for engine in last["statistics"]["engines"]] == [0, 0]
+
+
+def test_prompts_beyond_what_is_admitted_wait_and_are_not_refused(config, capsys) -> None:
+    few = ["--set", "admission.max_inflight=1", "--set", "admission.max_queued=1"]
+    prompts = [word for number in range(20) for word in ("--prompt", f"p{number}")]
+    assert main(["run", config, *few, *prompts]) == 0
+    assert "all: 20 requests, " in capsys.readouterr().out
+
+
+def test_an_audit_finds_nothing_after_a_good_run(config, capsys) -> None:
+    assert main(["run", config, "--audit", "--prompt", "hi"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_an_audit_lists_what_is_left_and_fails(config, capsys, tmp_path, monkeypatch) -> None:
+    """A policy that loses count of what it holds: it forges a charge."""
+    (tmp_path / "picky_policy.py").write_text(PICKY_POLICY)
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = ["--set", "balancer.policy=picky_policy:Forger"]
+    assert main(["run", config, *policy, "--audit", "--prompt", "hi"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: the cluster is not idle: ")
+    assert "1 requests are in flight on echo-0" in err
+
+
 def test_set_changes_a_key_for_this_run(config, capsys) -> None:
     args = ["run", config, "--set", "engines.0.name=other", "--set", "engines.0.count=1"]
     assert main([*args, "--prompt", "hi"]) == 0
@@ -169,7 +274,7 @@ def test_a_model_that_is_not_there_names_the_command_that_gets_it(
     ("model", "message", "code"),
     [
         # Twice: a request of a lost engine is placed once more.
-        ("Crashing", r"engine echo-[01] was lost .*ZeroDivisionError\('the GPU is on fire'\)", 1),
+        ("Crashing", r"engine echo-[01] was lost .*ZeroDivisionError: the GPU is on fire", 1),
         ("Unstartable", "engine echo-[01] failed: MemoryError: no room for the cache", 3),
     ],
 )
