@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from dpkit.config.rules import has_weights
-from dpkit.engine.limits import resolve_limits
+from dpkit.engine.limits import BadLimit, resolve_limits
 from dpkit.engine.models import load_model
-from dpkit.errors import ConfigError, ModelNotFound
+from dpkit.errors import ConfigError, DpkitError, ModelNotFound
 
 if TYPE_CHECKING:
     from dpkit.config.schema import EngineGroupConfig
@@ -87,6 +87,18 @@ def group_facts(group: EngineGroupConfig) -> GroupFacts:
     )
 
 
+def bad_limit(group: EngineGroupConfig) -> BadLimit | None:
+    """What of a group's limits its model cannot do, as far as that is known without a start."""
+    try:
+        if (spec := _spec(group)) is not None:
+            _limits(group, spec)
+    except BadLimit as error:
+        return error
+    except (DpkitError, ModuleNotFoundError):
+        pass  # what is wrong with the model is not wrong in the file
+    return None
+
+
 def _look_up(
     group: EngineGroupConfig,
 ) -> tuple[ModelSpec | None, EngineLimits | None, str | None]:
@@ -139,6 +151,7 @@ def _limits(group: EngineGroupConfig, spec: ModelSpec) -> EngineLimits:
         num_blocks=group.kv.num_blocks,
         memory=group.kv.memory,
         prefix_cache=group.kv.prefix_cache,
+        within=f"engines.{group.name}",
     )
 
 

@@ -36,6 +36,15 @@ class EngineLimits:
         return self.num_blocks * self.block_size
 
 
+class BadLimit(ConfigError):  # noqa: N818 - reads as what happened, like the others of the tree
+    """A key of a config asks for what this model cannot do."""
+
+    def __init__(self, key: tuple[str, ...], message: str, within: str) -> None:
+        super().__init__([f"{within}.{'.'.join(key)}: {message}"])
+        self.key = key
+        self.message = message
+
+
 def resolve_limits(
     spec: ModelSpec,
     *,
@@ -45,6 +54,7 @@ def resolve_limits(
     num_blocks: int | None = None,
     memory: int | None = None,
     prefix_cache: bool = True,
+    within: str = "engines",
 ) -> EngineLimits:
     """Fill in what the config leaves out.
 
@@ -56,33 +66,33 @@ def resolve_limits(
         num_blocks: Size of the pool in blocks.
         memory: Size of the pool in bytes, when `num_blocks` is None.
         prefix_cache: Whether requests may share blocks of equal prefixes.
+        within: The table of a config that says so: errors name its keys.
 
     Raises:
-        ConfigError: the pool would have no block, or `memory` is given for a model that holds none.
+        BadLimit: the pool would have no block, or `memory` is given for a model that holds none.
     """
     return EngineLimits(
         max_num_seqs=max_num_seqs or spec.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens or spec.max_num_batched_tokens,
         block_size=block_size,
-        num_blocks=num_blocks or _pool_size(spec, block_size, memory),
+        num_blocks=num_blocks or _pool_size(spec, block_size, memory, within),
         prefix_cache=prefix_cache,
         max_model_len=spec.max_model_len,
     )
 
 
-def _pool_size(spec: ModelSpec, block_size: int, memory: int | None) -> int:
+def _pool_size(spec: ModelSpec, block_size: int, memory: int | None, within: str) -> int:
+    per_token = spec.kv_bytes_per_token
     if memory is None:
         tokens = spec.kv_tokens or DEFAULT_KV_TOKENS
-        pool = f"the model's {tokens} tokens of KV"
-    elif spec.kv_bytes_per_token == 0:
-        raise ConfigError(
-            ["kv.memory: this model holds no KV cache in memory; give kv.num_blocks instead"]
-        )
-    else:
-        tokens = memory // spec.kv_bytes_per_token
-        pool = f"kv.memory of {memory} bytes ({spec.kv_bytes_per_token} a token)"
-    if tokens < block_size:
-        raise ConfigError(
-            [f"kv.block_size: {pool} holds no block of {block_size} tokens; make it larger"]
-        )
-    return tokens // block_size
+        if tokens < block_size:
+            problem = f"must be at most {tokens}, the model's KV cache in tokens; got {block_size}"
+            raise BadLimit(("kv", "block_size"), problem, within)
+        return tokens // block_size
+    if per_token == 0:
+        problem = "this model holds no KV cache in memory; give num_blocks instead"
+        raise BadLimit(("kv", "memory"), problem, within)
+    if (blocks := memory // per_token // block_size) == 0:
+        least = f"{block_size * per_token:,} bytes, one block of {block_size} tokens"
+        raise BadLimit(("kv", "memory"), f"must be at least {least}; got {memory:,} bytes", within)
+    return blocks

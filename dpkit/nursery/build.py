@@ -139,6 +139,7 @@ class Builder:
             num_blocks=group.kv.num_blocks,
             memory=group.kv.memory,
             prefix_cache=group.kv.prefix_cache,
+            within=f"engines.{group.name}",
         )
         coordinator = self._config.coordinator
 

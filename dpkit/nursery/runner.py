@@ -21,6 +21,7 @@ import trio
 
 from dpkit.engine.checks import check_duration
 from dpkit.engine.foreign import call
+from dpkit.errors import OutOfMemory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -56,10 +57,17 @@ def _execute(model: Model, batch: Batch, cache: Any) -> StepResult:
 
 
 @trio.lowlevel.enable_ki_protection
-def _allocate(model: Model, num_blocks: int, block_size: int) -> Any:
-    return call(
-        model, "allocate", lambda: model.allocate(num_blocks=num_blocks, block_size=block_size)
-    )
+def _allocate(model: Model, num_blocks: int, block_size: int, name: str) -> Any:
+    def allocate() -> Any:
+        return model.allocate(num_blocks=num_blocks, block_size=block_size)
+
+    try:
+        return call(model, "allocate", allocate)
+    except OutOfMemory as error:
+        group = name.partition("#")[0].rpartition("-")[0]
+        raise OutOfMemory(
+            f"{error}: lower engines.{group}.kv.memory (or num_blocks, or count)"
+        ) from error
 
 
 class _InlineRunner:
@@ -155,14 +163,14 @@ async def open_runner(
 
     Error handling:
         What the model raises comes out unchanged, from here or from `execute`; what is no
-        `Exception`, or no result, as `ModelFailed`.
+        `Exception`, or no result, as `ModelFailed`; `OutOfMemory` names the keys to change.
     """
     if model.inline:
-        yield _InlineRunner(model, _allocate(model, num_blocks, block_size))
+        yield _InlineRunner(model, _allocate(model, num_blocks, block_size, name))
         return
     thread = _EngineThread(name)
     try:
-        cache = await thread.run(lambda: _allocate(model, num_blocks, block_size))
+        cache = await thread.run(lambda: _allocate(model, num_blocks, block_size, name))
         yield _ThreadRunner(model, cache, thread)
     finally:
         thread.stop()

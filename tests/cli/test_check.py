@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpkit.cli.main import main
+from dpkit.testing.tiny import write_tiny_directory
 
 if TYPE_CHECKING:
     import pytest
@@ -74,3 +75,28 @@ def test_json_is_one_object_good_or_bad(
         "problems": Path("budget.expected").read_text().splitlines(),
     }
     assert not err
+
+
+def test_limits_that_a_model_cannot_have_are_found_without_loading_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = write_tiny_directory(tmp_path / "tiny")
+    file = tmp_path / "dpkit.toml"
+    for model, kv, problem in [
+        ("echo", 'memory = "1GiB"', "memory: this model holds no KV cache in memory; give num_"),
+        (str(tiny), 'memory = "1B"', "memory: must be at least "),
+    ]:
+        file.write_text(f'[[engines]]\nmodel = "{model}"\n[engines.kv]\n{kv}\n')
+        assert main(["check", str(file)]) == 2
+        assert capsys.readouterr().err.startswith(f"{file}:4:1: engines.0.kv.{problem}")
+        assert main(["check", str(file), "--json"]) == 2
+        [told] = json.loads(capsys.readouterr().out)["problems"]
+        assert told.startswith(f"{file}:4:1: engines.0.kv.{problem}")
+
+
+def test_a_model_that_is_damaged_or_yours_is_not_wrong_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "dpkit.toml"
+    (tmp_path / "config.json").write_text("[")
+    for model in (str(tmp_path), "my.module:Model"):
+        file.write_text(f'[[engines]]\nmodel = "{model}"\nkv.memory = "1GiB"\n')
+        assert main(["check", str(file)]) == 0

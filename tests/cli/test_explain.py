@@ -243,7 +243,7 @@ def test_what_auto_comes_to_is_told(
 
 def test_a_pool_without_a_block_is_told(explain: Explain, file: Path) -> None:
     note = _group(explain(file, "--json", "--set", "engines.0.kv.memory=1B"))["note"]
-    assert note.startswith("it would not start: kv.block_size: kv.memory of 1 bytes")
+    assert note.startswith("it would not start: engines.engine.kv.memory: must be at least")
 
 
 def test_your_own_classes_are_not_imported(explain: Explain, file: Path) -> None:

@@ -55,15 +55,26 @@ def test_the_config_has_the_last_word() -> None:
 @pytest.mark.parametrize(
     ("spec", "kv", "message"),
     [
-        (SPEC, {"memory": 1599}, "kv.memory of 1599 bytes (100 a token) holds no block of 16"),
-        (SPEC, {"block_size": 1001}, "the model's 1000 tokens of KV holds no block of 1001"),
-        (ModelSpec(), {"memory": 10**9}, "holds no KV cache in memory; give kv.num_blocks"),
+        (
+            SPEC,
+            {"memory": 1599},
+            "kv.memory: must be at least 1,600 bytes, one block of 16 tokens; got 1,599 bytes",
+        ),
+        (
+            SPEC,
+            {"block_size": 1001},
+            "kv.block_size: must be at most 1000, the model's KV cache in tokens; got 1001",
+        ),
+        (
+            ModelSpec(),
+            {"memory": 10**9},
+            "kv.memory: this model holds no KV cache in memory; give num_blocks instead",
+        ),
     ],
 )
 def test_a_pool_of_nothing_is_a_config_error(
     spec: ModelSpec, kv: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve_limits(spec, **kv)
-    [problem] = caught.value.problems
-    assert message in problem
+        resolve_limits(spec, **kv, within="engines.smol")
+    assert caught.value.problems == (f"engines.smol.{message}",)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from dpkit.config.groups import KvConfig, SupervisionConfig
 from dpkit.config.load import load_config
 from dpkit.config.schema import Config, EngineGroupConfig
 from dpkit.engine.models.torch.linear import Int4
 from dpkit.engine.models.torch.model import TorchModel
 from dpkit.engine.models.torch.transformer import Transformer
+from dpkit.errors import ClusterNotStarted, OutOfMemory
 from dpkit.names import Dtype, Quant
 from dpkit.nursery.cluster import open_cluster
 from dpkit.testing.tiny import write_tiny_directory
@@ -74,3 +76,27 @@ async def test_engines_share_the_cores(tmp_path: Path, monkeypatch) -> None:
         config = Config(engines=[group(path, "tiny", count=engines, dtype=Dtype.FLOAT32)])
         async with open_cluster(config) as cluster:
             assert {slot.loop.core.model.threads_per_engine for slot in cluster._slots} == {threads}
+
+
+@pytest.mark.parametrize("blocks", [10**9, 2**31 - 1])
+async def test_a_kv_cache_that_does_not_fit_names_the_key_to_lower(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, blocks: int
+) -> None:
+    path = write_tiny_directory(tmp_path / "tiny")
+    config = Config(
+        engines=[
+            group(
+                path,
+                "smol",
+                kv=KvConfig(num_blocks=blocks, block_size=1024),
+                supervision=SupervisionConfig(intensity=0),
+            )
+        ]
+    )
+    with pytest.raises(
+        ClusterNotStarted, match=r"KV cache of .* lower engines.smol.kv.memory"
+    ) as e:
+        async with open_cluster(config):
+            pass
+    assert isinstance(e.value.__cause__, OutOfMemory)
+    caplog.clear()  # its traceback holds the model, and so the mapped file

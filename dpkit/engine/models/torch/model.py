@@ -7,7 +7,9 @@ engine is the KV cache that `allocate` returns.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
@@ -95,16 +97,22 @@ class TorchModel(Model):
 
         Raises:
             ModelUnsupported: the attention backend that was asked for cannot serve this cache.
+            OutOfMemory: the device cannot hold it.
         """
         torch.set_num_threads(self.threads_per_engine)  # of the calling thread, hence here
         model, of = self._transformer, self._transformer.architecture
         kind = CacheKind(block_size=block_size, dtype=model.dtype, device=model.device)
         choose_backend(kind, self._attention)  # or refuse, before the memory is taken
-        return torch.zeros(
-            (of.num_layers, 2, num_blocks, block_size, of.num_kv_heads, of.head_dim),
-            dtype=kind.dtype,
-            device=kind.device,
-        )
+        shape = (of.num_layers, 2, num_blocks, block_size, of.num_kv_heads, of.head_dim)
+        size = prod(shape) * kind.dtype.itemsize
+        doing = f"a KV cache of {size / 2**30:,.2f} GiB"
+        # The kernel promises more than it has, and ends the process when it is asked to keep that.
+        if kind.device.type == "cpu" and size > (held := _physical_memory()):
+            raise OutOfMemory(f"{doing} does not fit into this machine's {held / 2**30:,.2f} GiB")
+        try:
+            return torch.zeros(shape, dtype=kind.dtype, device=kind.device)
+        except RuntimeError as error:  # with a word of its own per device
+            raise OutOfMemory(f"{doing} does not fit into what is free") from error
 
     @torch.inference_mode()
     def execute(self, batch: Batch, cache: Any) -> StepResult:
@@ -132,6 +140,10 @@ def _memory_for(batch: Batch) -> Iterator[None]:
                 f"a step of {batch.num_tokens} tokens needs more memory than is free: {error}"
             ) from error
         raise
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _device(name: str) -> torch.device:
