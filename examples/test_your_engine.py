@@ -15,7 +15,7 @@ import pytest
 import dpkit
 from dpkit.messages import ModelSpec, StepResult
 from dpkit.testing.conformance import check_model
-from dpkit.testing.failing import Points, fail_sweep
+from dpkit.testing.failing import fail_sweep
 from dpkit.testing.history import History
 from dpkit.testing.idle import check_idle
 from dpkit.testing.leaks import leak_check
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dpkit.messages import Batch, BatchRow
     from dpkit.nursery.cluster import Cluster
     from dpkit.testing.mark import Mark
+    from dpkit.testing.points import Points
 
 
 class ShoutingModel(dpkit.Model):

@@ -13,22 +13,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 from attrs import define, field, frozen
 
 from dpkit.errors import DpkitError, InternalError
 from dpkit.testing.idle import check_idle
+from dpkit.testing.lives import Run, explains
+from dpkit.testing.recording import RecordingModel
 from dpkit.testing.terminal import disagreements
-from dpkit.testing.wrapper import ModelWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Unpack
 
     from dpkit.abc import Model
-    from dpkit.messages import Batch, StepResult
     from dpkit.nursery.client import Client
     from dpkit.nursery.cluster import Cluster
     from dpkit.nursery.prompts import Prompt
@@ -43,16 +43,6 @@ SHOWN = 5
 
 class PromiseBroken(InternalError):  # noqa: N818 - reads as what happened
     """A history holds what may never happen; the message lists it."""
-
-
-@define(eq=False)
-class Run:
-    """What one life of an engine produced for one request, from output token `start` on."""
-
-    life: int
-    start: int
-    begun: int  # number of requests asked by then: tells apart those that share an id
-    tokens: list[int] = field(factory=list)
 
 
 @define(eq=False)
@@ -149,7 +139,7 @@ class History:
 
     def model(self, model: Model) -> Model:
         """Make a model one whose tokens are recorded, by life of an engine."""
-        return _RecordingModel(model, self)
+        return RecordingModel(model, self)
 
     def begin_life(self) -> int:
         """Number a life of an engine."""
@@ -193,47 +183,5 @@ class History:
         if len(entry.outcomes) != 1:
             yield f"P1: {entry.request_id} has the outcomes {entry.outcomes or 'none'}"
         runs = [run for run in self._runs[entry.request_id] if run.begun > entry.number]
-        if self._runs and not _explained(entry.tokens, 0, runs, resumes=entry.resumes):
+        if self._runs and not explains(entry.tokens, 0, runs, resumes=entry.resumes):
             yield f"P2: {entry.request_id} got {entry.tokens}, produced were {runs}"
-
-
-def _explained(tokens: list[int], place: int, runs: list[Run], *, resumes: bool) -> bool:
-    """Whether one run produced these tokens from `place` on, or several that follow each other."""
-    if place == len(tokens):
-        return True
-    for index, run in enumerate(runs):
-        if run.start != place:
-            continue
-        common = _common(tokens[place:], run.tokens)
-        if place + common == len(tokens):
-            return True
-        ends = range(place + common, place, -1) if resumes else ()
-        if any(_explained(tokens, end, runs[index + 1 :], resumes=True) for end in ends):
-            return True
-    return False
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of what both begin with."""
-    pairs = zip(left, right, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
-
-
-class _RecordingModel(ModelWrapper):
-    """Its cache is the wrapped model's, with the number of the life that uses it."""
-
-    def __init__(self, model: Model, history: History) -> None:
-        super().__init__(model)
-        self._history = history
-
-    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
-        cache = super().allocate(num_blocks=num_blocks, block_size=block_size)
-        return self._history.begin_life(), cache
-
-    def execute(self, batch: Batch, cache: Any) -> StepResult:
-        life, inner = cache
-        result = super().execute(batch, inner)
-        for row, token_id in zip(batch.rows, result.sampled, strict=False):
-            if row.output_index is not None and token_id is not None:
-                self._history.produced(life, row.request_id, row.output_index, token_id)
-        return result

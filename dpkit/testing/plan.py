@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import frozen
 
+from dpkit.config.load import parse_config
 from dpkit.names import PolicyName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dpkit.config.schema import Config
+
 HORIZON = 1.0
 """Virtual seconds in which requests come and things go wrong."""
+
+BLOCKS = 24
+"""Of the first engine's cache: room for two or three requests."""
 
 EVERYONE = "*"
 """Target of what befalls no engine in particular."""
@@ -80,6 +86,33 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: {self.engines} engines, {self.clients} clients, {self.policy}"]
         return "\n  ".join([*lines, *map(str, self.troubles)])
+
+
+def config_of(plan: Plan, model: str) -> Config:
+    """The cluster of a plan: each engine has a cache of another size, by which it is known."""
+    groups = [
+        f"""
+        [[engines]]
+        name = "e{number}"
+        model = "{model}"
+        kv = {{ block_size = 4, num_blocks = {BLOCKS + number} }}
+        scheduler = {{ max_num_seqs = 4, max_num_batched_tokens = 32 }}
+        supervision = {{ step_timeout = "1s", backoff = "50ms" }}
+        """
+        for number in range(plan.engines)
+    ]
+    bound = "" if plan.max_inflight is None else f"max_inflight = {plan.max_inflight}"
+    return parse_config(
+        f"""
+        cluster = {{ seed = {plan.seed} }}
+        balancer = {{ policy = "{plan.policy}" }}
+        [admission]
+        max_queued = {plan.max_queued}
+        queue_timeout = "5s"
+        {bound}
+        {"".join(groups)}
+        """
+    )
 
 
 def draw_plan(seed: int, *, requests: int = 24, troubles: int = 8) -> Plan:

@@ -14,8 +14,9 @@ import trio
 from dpkit.config.load import parse_config
 from dpkit.engine.models.cost import CostModel
 from dpkit.nursery.cluster import Cluster, open_cluster
-from dpkit.testing.failing import ALLOCATE, REPLAY, STEP, Points, fail_sweep, pair_sweep
+from dpkit.testing.failing import REPLAY, fail_sweep, pair_sweep
 from dpkit.testing.history import LEFT, Entry, History
+from dpkit.testing.points import ALLOCATE, STEP, Points
 from dpkit.testing.wrapper import named
 
 if TYPE_CHECKING:

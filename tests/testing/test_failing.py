@@ -12,18 +12,14 @@ from dpkit.engine.models.echo import EchoModel
 from dpkit.errors import EngineLost
 from dpkit.nursery.cluster import open_cluster
 from dpkit.testing.failing import (
-    ALLOCATE,
     REPLAY,
-    STEP,
-    FailCase,
     FailSweepFailed,
     FailSweepStatistics,
-    Injected,
-    Points,
     fail_sweep,
     pair_sweep,
 )
 from dpkit.testing.mark import Case, Mode
+from dpkit.testing.points import ALLOCATE, STEP, FailCase, Injected, Points
 from dpkit.testing.wrapper import named
 
 
