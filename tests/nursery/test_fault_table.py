@@ -39,11 +39,12 @@ from dpkit.names import EngineState, FinishReason
 from dpkit.nursery.cluster import Cluster, open_cluster
 from dpkit.nursery.events import EventKind, EventLog
 from dpkit.nursery.eventwriter import EventWriter
-from dpkit.testing.failing import ALLOCATE, STEP, Points, fail_sweep
+from dpkit.testing.failing import fail_sweep
 from dpkit.testing.faults import CRASH, HANG, Fault, FaultKind
 from dpkit.testing.history import History
 from dpkit.testing.idle import check_idle
 from dpkit.testing.links import Line, LineFaults, put_stats_on
+from dpkit.testing.points import ALLOCATE, STEP, Points
 from dpkit.testing.sweep import sweep
 from dpkit.testing.wrapper import named
 from tests.nursery.lab import STEP_S, Lab, Timed, settle, told, when
