@@ -20,7 +20,7 @@ from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dpkit.engine.core import EngineCoreStatistics
     from dpkit.messages import StepReport
@@ -86,6 +86,8 @@ class EngineSlot:
         """Set once the engine has been ready for the first time, or is down for good."""
         self.restarts = 0
         self.last_error: Exception | None = None
+        self.peers: Sequence[EngineSlot] = ()
+        """Those that end and begin together with this one; itself may be among them."""
         self._model = model
         self._make_loop = make_loop
         self._step_timeout = step_timeout
@@ -115,6 +117,7 @@ class EngineSlot:
         """Live once: a life of the supervisor's. Ends well only when the engine was retired."""
         if self._retired.is_set():
             self.state = EngineState.DOWN
+            self.loop.ended.set()  # it may never have run, and somebody waits for its end
             return
         if number:
             self.restarts += 1
@@ -258,5 +261,8 @@ class EngineSlot:
 
     def _lost(self, error: Exception) -> None:
         engine = self.loop.engine
+        for peer in self.peers:  # at once: what is placed anew must not go where all will end
+            if peer is not self:
+                self._membership.leave(peer.engine, lost=False)
         self._events.emit(EventKind.ENGINE_LOST, engine=engine, detail=describe(error))
         self._membership.leave(engine, lost=True)

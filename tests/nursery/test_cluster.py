@@ -111,6 +111,21 @@ async def test_a_cluster_has_one_client_or_more(
             pass
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_start_that_is_cancelled_does_not_wait_for_engines_that_never_lived(
+    seed: int, make_config: Callable[..., Config]
+) -> None:
+    async def main() -> None:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            async with open_cluster(make_config(count=3)):
+                pytest.fail("it began")
+        assert trio.current_time() == 0
+
+    with seeded_scheduler(seed):
+        trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
 async def test_a_config_that_is_wrong_starts_nothing(tmp_path: Path) -> None:
     path = tmp_path / "dpkit.toml"
     path.write_text('[[engines]]\nmodel = "echo"\ncuont = 2\n')
