@@ -158,6 +158,8 @@ class Roster:
             self._membership.expect(slot.name)
         together = group.supervision.strategy is Strategy.ONE_FOR_ALL
         for team in [slots] if together else [[slot] for slot in slots]:
+            for slot in team:
+                slot.peers = team
             names = ", ".join(slot.name for slot in team)
             self._services.start_soon(self._supervise, group, team, name=f"engine {names}")
 
@@ -169,6 +171,7 @@ class Roster:
     async def scale(self, name: str, count: int, *, deadline: float) -> None:
         """Have `count` engines in a group; see `Cluster.scale`."""
         group = self._scalable(name, count)
+        config = evolve(group.config, count=count)  # what cannot be is refused before it is begun
         missing = range(len(group.slots), count)
         if missing:
             slots = self.make(group.config, missing)
@@ -178,7 +181,7 @@ class Roster:
             leaving = group.slots[count:]
             del group.slots[count:]
             await self.take_down(leaving, deadline)
-        group.config = evolve(group.config, count=count)
+        group.config = config
 
     async def bring_up(
         self, arriving: Sequence[tuple[EngineGroupConfig, Sequence[EngineSlot]]]
