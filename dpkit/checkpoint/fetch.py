@@ -145,7 +145,8 @@ def _is_whole(target: Path, manifest: object, source: FetchSource) -> bool:
     match manifest:
         case {"sha256": source.sha256, "files": {**sizes}} if sizes.keys() >= _NEEDED:
             return all(
-                Path(file).name == file
+                isinstance(file, str)
+                and Path(file).name == file
                 and (target / file).is_file()
                 and (target / file).stat().st_size == size
                 for file, size in sizes.items()

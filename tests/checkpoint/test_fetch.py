@@ -132,9 +132,12 @@ def test_the_original_file_is_kept_beside_it(fetched: Path, source: FetchSource)
     assert hashlib.sha256(data).hexdigest() == source.sha256
 
 
+_WRONG: tuple[object, ...] = (None, [1], {}, 5)
+
+
 @pytest.mark.parametrize(
     "change",
-    ["[]", "5", "null", "{}", "[" * 100_000, "\udcff", *({"files": f} for f in (None, [1], {}, 5))],
+    ["[]", "5", "null", "{}", "[" * 100_000, "\udcff", *({"files": files} for files in _WRONG)],
 )
 def test_a_damaged_manifest_never_passes_for_whole(
     fetched: Path, source: FetchSource, change: str | dict[str, object]
