@@ -65,6 +65,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.ERROR)  # a lost engine is a warning
+    logging.basicConfig(level=logging.CRITICAL)  # the crash is meant: no traceback, please
     sys.path.insert(0, str(Path(__file__).parent))  # where the config finds "survive_a_crash"
     trio.run(main)
