@@ -132,7 +132,7 @@ class EngineSlot:
             if self._retired.is_set():
                 self.state = EngineState.DOWN
         if loop.cause is not None and not self._retired.is_set():
-            self.last_error = loop.cause
+            self.state = EngineState.STARTING
             raise loop.cause
 
     def give_up(self, error: Exception) -> None:
@@ -200,8 +200,8 @@ class EngineSlot:
     @trio.lowlevel.enable_ki_protection
     async def _announce(self, loop: BusyLoop) -> None:
         await loop.ready.wait()
-        if self.state is not EngineState.STARTING:  # drained or lost before it was ready
-            return
+        if self.state is not EngineState.STARTING or loop.cause is not None:
+            return  # drained or lost before it was ready
         self.state = EngineState.READY
 
         def make_link(flights: Flights) -> LocalLink:
@@ -261,6 +261,10 @@ class EngineSlot:
 
     def _lost(self, error: Exception) -> None:
         engine = self.loop.engine
+        if self.state is EngineState.READY:
+            self.state = EngineState.STARTING
+        if not self._retired.is_set():
+            self.last_error = error  # before its requests are told, who may ask at once
         for peer in self.peers:  # at once: what is placed anew must not go where all will end
             if peer is not self:
                 self._membership.leave(peer.engine, lost=False)

@@ -110,7 +110,8 @@ class Lab:
                 """
                 for number, blocks in enumerate(self._models)
             ]
-            yield parse_config(f"{self._settings}\n{''.join(tables)}")
+            seed = [] if "seed" in self._settings else ["cluster.seed=1"]
+            yield parse_config(f"{self._settings}\n{''.join(tables)}", overrides=seed)
 
     @asynccontextmanager
     async def open(self, *, clients: int = 1) -> AsyncIterator[Cluster]:

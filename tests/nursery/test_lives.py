@@ -191,7 +191,7 @@ async def test_a_probe_that_is_left_gives_the_next_request_the_chance(
         await _provoke(cluster, "e0-0")
         await trio.sleep(1.5)
         for _ in range(3):
-            async with cluster.client.generate("hello") as probe:
+            async with cluster.client.generate("hello", engine="e0-0", timeout=0.01) as probe:
                 assert probe.engine == EngineId("e0-0", 1)
                 async with cluster.client.generate("hello") as other:
                     assert other.engine.name == "e1-0"

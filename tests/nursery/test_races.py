@@ -173,7 +173,7 @@ def test_end_of_a_life_against_its_last_output(*, resume: bool) -> None:
     """A step ends at the very moment at which it counts as hung."""
 
     async def act(race: Race, cluster: Cluster, history: History, model: FaultyModel) -> None:
-        model.plan = {1: Fault(FaultKind.SLOW, 1000)}  # milliseconds at least
+        model.plan = {1: Fault(FaultKind.SLOW, 2000)}  # milliseconds; the watchdog looks twice
         with race.open():
             await history.complete(cluster.client, PROMPT, max_tokens=2, resume=resume)
 

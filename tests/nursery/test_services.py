@@ -180,7 +180,7 @@ async def test_when_both_fail_the_bodys_error_comes_out_with_a_note(autojump_clo
 
     error, events = await _outcome(body)
     assert error is boom
-    assert error.__notes__ == ["meanwhile engine e0 failed: OSError('no disk')"]
+    assert error.__notes__ == ["meanwhile engine e0 failed: OSError: no disk"]
     assert events == _ends_at(2)
 
 
