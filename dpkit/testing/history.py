@@ -3,7 +3,8 @@
 P1  Every request has exactly one outcome, the same at its reader and in the cluster's event log.
 P2  What was delivered is a prefix, in order, without gaps or repeats, of what one life of an engine
     produced; or of two or more, where the request was resumed.
-P3  When nothing is under way, nothing is held: `dpkit.testing.idle`.
+P3  When nothing is under way, nothing is held (`dpkit.testing.idle`); no engine works on for a
+    reader that has gone, and a request is tried no more often than the config says.
 
 Readers write into the history through `ask` or `complete`, engines through a recording model
 (`model`). Knows nothing of faults or schedules: sweeps, the world and chaos runs share it.
@@ -12,6 +13,7 @@ Readers write into the history through `ask` or `complete`, engines through a re
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 LEFT = "left"
 """Outcome of a request whose reader went away."""
 
+LATE = 1
+"""Tokens that may still be made of a request that has ended: the step that was under way."""
+
 SHOWN = 5
 """Broken promises that an error lists; one fault breaks many."""
 
@@ -54,6 +59,10 @@ class Entry:
     resumes: bool
     tokens: list[int] = field(factory=list)
     outcomes: list[str] = field(factory=list)
+    wasted: int = 0
+    """Tokens that an engine made when it had ended already."""
+    until: float = math.inf
+    """Number of the next request of the same id."""
     _history: History = field(repr=False, kw_only=True)
 
     def admitted(self) -> None:
@@ -89,13 +98,16 @@ class History:
 
     Args:
         resumes: Whether the cluster's config has ``admission.resume``.
+        retries: Its ``admission.retries``.
     """
 
-    def __init__(self, *, resumes: bool = False) -> None:
+    def __init__(self, *, resumes: bool = False, retries: int = 1) -> None:
         self.notes: list[Note] = []
         self.entries: list[Entry] = []
         self._resumes = resumes
+        self._retries = retries
         self._runs: defaultdict[str, list[Run]] = defaultdict(list)
+        self._newest: dict[str, Entry] = {}
         self._lives = 0
 
     def note(self, what: str, who: str, detail: str = "") -> None:
@@ -105,7 +117,10 @@ class History:
     def ask(self, request_id: str, *, resumes: bool = False) -> Entry:
         """Begin the story of one request."""
         entry = Entry(request_id, len(self.entries), resumes=resumes or self._resumes, history=self)
+        if (earlier := self._newest.get(request_id)) is not None:
+            earlier.until = entry.number
         self.entries.append(entry)
+        self._newest[request_id] = entry
         return entry
 
     async def complete(
@@ -154,6 +169,8 @@ class History:
             run = Run(life, index, len(self.entries))
             runs.append(run)
         run.tokens.append(token_id)
+        if (entry := self._newest.get(request_id)) is not None and entry.outcomes:
+            entry.wasted += 1
 
     def digest(self) -> str:
         """Hash of all lines: equal for equal runs, in any process."""
@@ -182,6 +199,11 @@ class History:
     def _of_entry(self, entry: Entry) -> Iterator[str]:
         if len(entry.outcomes) != 1:
             yield f"P1: {entry.request_id} has the outcomes {entry.outcomes or 'none'}"
-        runs = [run for run in self._runs[entry.request_id] if run.begun > entry.number]
+        told = self._runs[entry.request_id]
+        runs = [run for run in told if entry.number < run.begun <= entry.until]
         if self._runs and not explains(entry.tokens, 0, runs, resumes=entry.resumes):
             yield f"P2: {entry.request_id} got {entry.tokens}, produced were {runs}"
+        if entry.wasted > LATE:
+            yield f"P3: {entry.wasted} tokens were made of {entry.request_id} after its end"
+        if len(runs) > (most := 1 + self._retries):
+            yield f"P3: {entry.request_id} was tried {len(runs)} times, at most {most} were allowed"

@@ -8,6 +8,7 @@ a history, which the one checker judges. Prints a hash of each history: equal in
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import click
@@ -35,6 +36,8 @@ def _seeds(_context: object, _parameter: object, text: str | None) -> range:
 @click.option("--plan", "show", is_flag=True, help="Show what goes wrong when, first.")
 def main(seed: int | None, seeds: range, *, show: bool) -> None:
     """Run whole clusters through troubles drawn from seeds, and judge their histories."""
+    # What a world's troubles make dpkit warn of was put in on purpose.
+    logging.getLogger("dpkit").addHandler(logging.NullHandler())
     if seed is None and not seeds:
         raise click.UsageError("give --seed N or --seeds A..B")
     for each in seeds if seed is None else [seed]:

@@ -78,7 +78,22 @@ async def test_tokens_of_an_earlier_request_of_the_same_id_are_not_the_laters() 
     again = history.ask("r")
     again.delivered([7])
     again.ended("length")
-    with pytest.raises(PromiseBroken, match="P2"):
+    with pytest.raises(PromiseBroken, match=r"P2: r got \[7\], produced were \[\]"):
+        history.check()
+
+
+async def test_an_engine_that_works_on_for_nobody_is_told() -> None:
+    history = await told([7], (0, [7, 8]))
+    history.produced(0, "r", 2, 9)
+    history.check()
+    history.produced(0, "r", 3, 9)
+    with pytest.raises(PromiseBroken, match="P3: 2 tokens were made of r after its end"):
+        history.check()
+
+
+async def test_a_request_that_is_tried_too_often_is_told() -> None:
+    history = await told([7], (0, [7]), (0, [7]), (0, [7]))
+    with pytest.raises(PromiseBroken, match="P3: r was tried 3 times, at most 2 were allowed"):
         history.check()
 
 
