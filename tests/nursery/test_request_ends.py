@@ -215,6 +215,20 @@ async def test_as_many_retries_as_the_config_says(autojump_clock: object, retrie
         assert sum(faulty.steps for faulty in lab.faulty) == retries + 1
 
 
+async def test_who_leaves_while_waiting_for_a_second_place_is_released_once(
+    autojump_clock: object,
+) -> None:
+    lab = Lab([Timed()])
+    lab.faulty[0].plan = {0: CRASH}
+    async with lab.open() as cluster:
+        with trio.move_on_after(0.5):
+            await cluster.client.complete("hello")
+        assert cluster.client.statistics().queued == 0
+        assert cluster.audit() == ()
+        assert (await cluster.client.complete("hello")).text == "hello"
+        check_idle(cluster)
+
+
 async def test_a_retried_request_goes_before_those_that_wait(autojump_clock: object) -> None:
     order: list[str] = []
     lab = Lab([Timed()], settings="admission = { max_inflight = 1 }")

@@ -2,6 +2,9 @@
 
 Usage: ``python tests/planted/plant.py NAME [PYTEST ARGUMENT]...``; exits with pytest's status, so 1
 is good news. NAME is a key of `PLANTS`, or ``none``: the copy unchanged, which must pass.
+
+The promises, as docs/testing.md numbers them: P1 one outcome, P2 no invention, P3 nothing leaks, P4
+bounded, P5 isolated, P6 loud, P7 ordered end. P8, replayable, is asked of whatever sweep goes red.
 """
 
 from __future__ import annotations
@@ -15,127 +18,204 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SWEEP = "tests/nursery/test_cancel_sweep.py"
+NURSERY = "tests/nursery"
+SWEEP = f"{NURSERY}/test_cancel_sweep.py"
+FAIL_SWEEP = f"{NURSERY}/test_fail_sweep.py"
+FAULTS = f"{NURSERY}/test_fault_table.py"
+ENDS = f"{NURSERY}/test_request_ends.py"
 
 
 class Plant(NamedTuple):
     """A patch: `old` stands exactly once in `file`."""
 
+    promise: str
+    why: str
     file: str
     old: str
     new: str
-    why: str
     test: str = SWEEP
 
 
-ENDS = "tests/nursery/test_request_ends.py"
-
 PLANTS = {
     "await_in_release": Plant(
+        "P3",
+        "a cancelled reader is cancelled again on its way out, and its engine stays charged",
         "dpkit/nursery/stream.py",
         "    ) -> None:\n        self.close()\n",
         "    ) -> None:\n        await trio.lowlevel.checkpoint()\n        self.close()\n",
-        "a cancelled reader is cancelled again on its way out, and its engine stays charged",
     ),
     "checkpoint_after_charge": Plant(
+        "P3",
+        "a reader cancelled between charge and block never reaches the release",
         "dpkit/nursery/stream.py",
         "        self._flights.begin(self)\n",
         "        self._flights.begin(self)\n        await trio.lowlevel.checkpoint()\n",
-        "a reader cancelled between charge and block never reaches the release",
+    ),
+    "abort_forgotten": Plant(
+        "P3",
+        "the books are right, but the engine generates for nobody",
+        "dpkit/nursery/flights.py",
+        "            link.abort(flight.request.request_id)\n",
+        "            pass\n",
+    ),
+    "queue_keeps_aborted": Plant(
+        "P3",
+        "whoever leaves while waiting keeps the place",
+        "dpkit/engine/scheduler.py",
+        "            if (request := self.waiting.pop(request_id, None)) is None:\n",
+        "            if (request := None) is None:\n",
+    ),
+    "abort_lost_while_preempted": Plant(
+        "P3",
+        "whoever leaves while preempted is computed again to the end",
+        "dpkit/engine/scheduler.py",
+        "        request = self.running.pop(request_id, None)\n",
+        "        request = self.waiting.get(request_id)\n"
+        "        if request is not None and request.state is Unfinished.PREEMPTED:\n"
+        "            return\n"
+        "        request = self.running.pop(request_id, None)\n",
+    ),
+    "interruptible_release": Plant(
+        "P3",
+        "Ctrl-C on the way out skips the release",
+        "dpkit/nursery/stream.py",
+        "    @trio.lowlevel.enable_ki_protection  # nor between",
+        "    # nor between",
+        f"{NURSERY}/test_interrupts.py",
+    ),
+    "double_release": Plant(
+        "P3",
+        "a request that waits to be placed anew and is left then is released twice",
+        "dpkit/nursery/flights.py",
+        "            placement, flight.placement = flight.placement, None\n",
+        "            placement = flight.placement\n",
+        f"{ENDS}::test_who_leaves_while_waiting_for_a_second_place_is_released_once",
+    ),
+    "retry_without_release": Plant(
+        "P3",
+        "a request that is placed anew stays charged to the engine that was lost",
+        "dpkit/nursery/flights.py",
+        "        self._leave_engine(flight)\n        flight.retries_left -= 1\n",
+        "        flight.retries_left -= 1\n",
+        f"{ENDS}::test_a_retried_request_goes_before_those_that_wait",
     ),
     "unshielded_services": Plant(
+        "P7",
+        "a cancellation from outside ends the engines before the body has cleaned up",
         "dpkit/nursery/services.py",
         "            with trio.CancelScope(shield=True):\n"
         "                async with trio.open_nursery() as self._nursery:\n",
         "            with trio.CancelScope():\n"
         "                async with trio.open_nursery() as self._nursery:\n",
-        "a cancellation from outside ends the engines before the body has cleaned up",
-        "tests/nursery/test_services.py",
+        f"{FAULTS}::test_row_9_every_exit_leaves_nothing_and_comes_out_bare",
     ),
-    "abort_forgotten": Plant(
+    "lost_engine_is_silent": Plant(
+        "P1",
+        "requests of a lost engine wait for ever",
+        "dpkit/nursery/busyloop.py",
+        "            deliver(self.engine, _failed(request_id, error))\n        self.core.end()\n",
+        "        self.core.end()\n",
+        FAIL_SWEEP,
+    ),
+    "terminal_event_forgotten": Plant(
+        "P1",
+        "a request that is aborted ends without an event",
         "dpkit/nursery/flights.py",
-        "            link.abort(flight.request.request_id)\n",
-        "            pass\n",
-        "the books are right, but the engine generates for nobody",
+        "        self.causes[cause] += 1\n",
+        "        self.causes[cause] += 1\n        if cause is Cause.CLIENT:\n            return\n",
+        f"{ENDS}::test_every_end_is_told_once_and_alike_by_reader_events_and_statistics",
     ),
-    "abort_lost_while_waiting": Plant(
-        "dpkit/engine/scheduler.py",
-        "            if (request := self.waiting.pop(request_id, None)) is None:\n"
-        "                return\n",
-        "            return\n",
-        "whoever leaves while waiting, or preempted, keeps the place",
-        "tests/nursery/test_bug_reports.py",
-    ),
-    "interruptible_release": Plant(
-        "dpkit/nursery/stream.py",
-        "    @trio.lowlevel.enable_ki_protection  # nor between",
-        "    # nor between",
-        "Ctrl-C on the way out skips the release",
-        "tests/nursery/test_interrupts.py",
+    "two_terminal_events": Plant(
+        "P1",
+        "what ends by a stop string in its last token is told by two causes",
+        "dpkit/nursery/flights.py",
+        "        flight.stream.deliver(output)  # which may find a stop string and so end it by "
+        "itself\n"
+        "        if output.finish_reason is not None and self._is_under_way(flight):\n"
+        "            self._conclude(flight, output.finish_reason, cause_of(output))\n",
+        "        if output.finish_reason is not None and self._is_under_way(flight):\n"
+        "            self._conclude(flight, output.finish_reason, cause_of(output))\n"
+        "        flight.stream.deliver(output)\n",
+        f"{ENDS}::test_what_ends_by_a_stop_string_in_its_last_token_has_one_cause",
     ),
     "old_step_reaches_new_request": Plant(
+        "P2",
+        "a step under way answers whoever asks anew by an id that was left",
         "dpkit/nursery/busyloop.py",
         "            if self.inbox.is_aborted(output.request_id):\n",
         "            if False:\n",
-        "a step under way answers whoever asks anew by an id that was left",
-        "tests/nursery/test_bug_reports.py",
+        f"{NURSERY}/test_bug_reports.py",
     ),
     "skipped_epoch_check": Plant(
+        "P2",
+        "late outputs of an engine's former life are delivered as the present one's",
         "dpkit/nursery/flights.py",
-        " or flight.placement.engine != engine:\n",
-        ":\n",
-        "an output of another life reaches a request",
-        "tests/nursery/test_client.py",
+        "flight.placement.engine != engine:\n",
+        "flight.placement.engine.name != engine.name:\n",
+        f"{FAULTS}::test_row_5_frames_of_an_old_life_are_counted_and_dropped",
     ),
-    "double_release": Plant(
-        "dpkit/balancer/ledger.py",
-        "        if self._charges.get(charge.request_id) is not charge:\n"
-        "            return False\n        del self._charges[charge.request_id]\n",
-        "        self._charges.pop(charge.request_id, None)\n",
-        "a late release takes what another request was charged",
-        "tests/balancer/test_ledger.py",
+    "resumption_repeats_a_token": Plant(
+        "P2",
+        "a request goes on elsewhere from one token too few",
+        "dpkit/nursery/flight.py",
+        "tuple(self.delivered)",
+        "tuple(self.delivered[:-1])",
+        FAIL_SWEEP,
     ),
-    "retry_keeps_the_old_charge": Plant(
+    "queue_timeout_forgotten": Plant(
+        "P4",
+        "whoever waits for a place may wait for ever",
         "dpkit/nursery/flights.py",
-        "        self._leave_engine(flight)\n        flight.retries_left -= 1\n",
-        "        flight.placement = None\n        flight.retries_left -= 1\n",
-        "a request that goes on elsewhere is counted on the dead engine for ever",
-        ENDS,
+        "        elif flight.placement is None and now >= flight.times_out_at:\n",
+        "        elif False:\n",
+        f"{ENDS}::test_a_queue_timeout_is_told_apart_from_a_deadline",
     ),
-    "end_told_twice": Plant(
+    "no_deadline_once_placed": Plant(
+        "P4",
+        "a deadline counts in the queue only",
+        "dpkit/nursery/flight.py",
+        "        return deadline if self.placement is not None else",
+        "        return math.inf if self.placement is not None else",
+        f"{ENDS}::test_a_deadline_in_decode_keeps_what_came_and_frees_the_engine",
+    ),
+    "all_restart_for_one": Plant(
+        "P5",
+        "an engine that fails takes its healthy neighbours with it",
+        "dpkit/nursery/roster.py",
+        "        together = group.supervision.strategy is Strategy.ONE_FOR_ALL\n",
+        "        together = True\n",
+        f"{FAULTS}::test_row_1_an_engine_that_fails_at_any_step_loses_nothing_that_can_be_saved",
+    ),
+    "probe_never_ends": Plant(
+        "P5",
+        "an engine whose probe was left by its reader is never picked again",
         "dpkit/nursery/flights.py",
-        "        self.causes[cause] += 1\n",
-        "        self.causes[cause] += 2\n",
-        "statistics and events disagree on how requests ended",
-        ENDS,
+        "        if engine is not None and not flight.answered:\n",
+        "        if False:\n",
+        f"{NURSERY}/test_lives.py::test_a_probe_that_is_left_gives_the_next_request_the_chance",
     ),
-    "end_without_an_event": Plant(
+    "dropped_in_silence": Plant(
+        "P6",
+        "late outputs are dropped and not counted",
         "dpkit/nursery/flights.py",
-        "            EventKind.REQUEST_ENDED,\n",
-        "            EventKind.REQUEST_RETRIED,\n",
-        "a request ends in silence",
-        ENDS,
+        "            self.late_outputs += 1\n",
+        "            pass\n",
+        f"{FAULTS}::test_row_5_frames_of_an_old_life_are_counted_and_dropped",
     ),
-    "older_stats_win": Plant(
+    "forged_stats": Plant(
+        "P6",
+        "stats that are older than what is known replace it",
         "dpkit/nursery/fanin.py",
-        " and _age(stats) <= _age(newest):\n",
-        " and _age(stats) == _age(newest):\n",
-        "an engine's past is taken for its present",
-        "tests/nursery/test_fanin.py",
-    ),
-    "retried_before_the_engine_is_gone": Plant(
-        "dpkit/nursery/busyloop.py",
-        "        self._on_lost(cause)\n",
-        "",
-        "requests of a dead engine are placed on the dead engine",
-        ENDS,
+        "_age(stats) <= _age(newest)",
+        "_age(stats) > _age(newest)",
+        f"{NURSERY}/test_fanin.py",
     ),
 }
 
 
 def planted_copy(name: str, directory: Path) -> None:
     """Copy what the tests need into `directory`, and apply the patch of that name."""
-    for part in ("dpkit", "tests/nursery", "tests/balancer"):
+    for part in ("dpkit", NURSERY):
         shutil.copytree(ROOT / part, directory / part, ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(ROOT / part, directory / part)
@@ -149,15 +229,20 @@ def planted_copy(name: str, directory: Path) -> None:
     path.write_text(text.replace(plant.old, plant.new))
 
 
+def tests_of(name: str) -> list[str]:
+    """What must notice; of an unbroken copy, what must not."""
+    return [PLANTS[name].test] if name != "none" else sorted({p.test for p in PLANTS.values()})
+
+
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the test that must notice in a planted copy; a few seeds find what is always there."""
-    test = SWEEP if name == "none" else PLANTS[name].test
+    """Run the tests that must notice in a planted copy; a few seeds find what is always there."""
     with tempfile.TemporaryDirectory(prefix="dpkit-planted-") as directory:
         planted_copy(name, Path(directory))
+        words = ["-m", "pytest", "-p", "no:cacheprovider", "-q", *tests_of(name), *arguments]
         return subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", test, *arguments],
+            [sys.executable, *words],
             cwd=directory,
-            env={"DPKIT_TEST_SEEDS": "2", **os.environ, "PYTHONPATH": directory},
+            env={"DPKIT_TEST_SEEDS": "4", **os.environ, "PYTHONPATH": directory},
             capture_output=True,
             text=True,
             check=False,

@@ -1,4 +1,4 @@
-"""Each promise of cancellation, broken on purpose: the test that stands for it must go red."""
+"""Each promise, broken on purpose: the test that stands for it must go red."""
 
 from __future__ import annotations
 
@@ -20,16 +20,25 @@ def _load_plant() -> Any:
 
 plant = _load_plant()
 
+REPLAYS = {plant.SWEEP: "DPKIT_SWEEP=", plant.FAIL_SWEEP: "DPKIT_FAIL="}
 
+
+def test_every_promise_has_a_plant() -> None:
+    assert {each.promise for each in plant.PLANTS.values()} == {f"P{n}" for n in range(1, 8)}
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", plant.PLANTS)
 def test_a_broken_promise_is_noticed(name: str) -> None:
     done = plant.run(name, "-x")
-    assert done.returncode == 1, f"{plant.PLANTS[name].why}, and no test noticed:\n{done.stdout}"
-    if plant.PLANTS[name].test == plant.SWEEP:
-        assert "SweepFailed" in done.stdout
-        assert "replay: DPKIT_SWEEP=" in done.stdout
+    planted = plant.PLANTS[name]
+    assert done.returncode == 1, f"{planted.why}, and no test noticed:\n{done.stdout}{done.stderr}"
+    assert " failed" in done.stdout, "a copy that does not even start proves nothing"
+    if planted.test in REPLAYS:
+        assert f"replay: {REPLAYS[planted.test]}" in done.stdout, "P8: a failure can be replayed"
 
 
+@pytest.mark.timeout(120)
 def test_an_unbroken_copy_passes() -> None:
     done = plant.run("none")
     assert done.returncode == 0, done.stdout
