@@ -178,12 +178,12 @@ PLANTS = {
         "        return math.inf if self.placement is not None else",
         f"{ENDS}::test_a_deadline_in_decode_keeps_what_came_and_frees_the_engine",
     ),
-    "all_restart_for_one": Plant(
+    "one_failure_ends_all": Plant(
         "P5",
         "an engine that fails takes its healthy neighbours with it",
         "dpkit/nursery/roster.py",
-        "        together = group.supervision.strategy is Strategy.ONE_FOR_ALL\n",
-        "        together = True\n",
+        "        if isinstance(error, InternalError):",
+        "        if isinstance(error, Exception):",
         f"{FAULTS}::test_row_1_an_engine_that_fails_at_any_step_loses_nothing_that_can_be_saved",
     ),
     "probe_never_ends": Plant(
