@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dpkit.abc import LoadView as LoadView
     from dpkit.abc import Model as Model
     from dpkit.abc import Policy as Policy
     from dpkit.abc import Tokenizer as Tokenizer
@@ -32,25 +33,41 @@ if TYPE_CHECKING:
     from dpkit.errors import Draining as Draining
     from dpkit.errors import EngineLost as EngineLost
     from dpkit.errors import InternalError as InternalError
+    from dpkit.errors import ModelFailed as ModelFailed
     from dpkit.errors import ModelNotFound as ModelNotFound
     from dpkit.errors import ModelUnsupported as ModelUnsupported
+    from dpkit.errors import OutOfMemory as OutOfMemory
     from dpkit.errors import Overloaded as Overloaded
     from dpkit.errors import RequestRejected as RequestRejected
+    from dpkit.errors import ScalingFailed as ScalingFailed
+    from dpkit.errors import ServiceFailed as ServiceFailed
+    from dpkit.errors import TryLater as TryLater
+    from dpkit.messages import Batch as Batch
+    from dpkit.messages import BatchRow as BatchRow
     from dpkit.messages import Completion as Completion
     from dpkit.messages import EngineId as EngineId
     from dpkit.messages import GenerateRequest as GenerateRequest
+    from dpkit.messages import ModelSpec as ModelSpec
     from dpkit.messages import Output as Output
+    from dpkit.messages import StepResult as StepResult
     from dpkit.messages import TokenLogprob as TokenLogprob
     from dpkit.names import Cause as Cause
     from dpkit.names import EngineState as EngineState
     from dpkit.names import FinishReason as FinishReason
+    from dpkit.names import Strategy as Strategy
     from dpkit.nursery.client import Client as Client
     from dpkit.nursery.cluster import Cluster as Cluster
     from dpkit.nursery.cluster import open_cluster as open_cluster
+    from dpkit.nursery.events import Event as Event
+    from dpkit.nursery.events import EventKind as EventKind
+    from dpkit.nursery.services import open_services as open_services
     from dpkit.nursery.stream import OutputStream as OutputStream
+    from dpkit.nursery.supervisor import Restarts as Restarts
+    from dpkit.nursery.supervisor import supervise as supervise
     from dpkit.sampling import SamplingParams as SamplingParams
 
 _HOMES = {
+    "LoadView": "abc",
     "Model": "abc",
     "Policy": "abc",
     "Tokenizer": "abc",
@@ -66,22 +83,37 @@ _HOMES = {
     "Draining": "errors",
     "EngineLost": "errors",
     "InternalError": "errors",
+    "ModelFailed": "errors",
     "ModelNotFound": "errors",
     "ModelUnsupported": "errors",
+    "OutOfMemory": "errors",
     "Overloaded": "errors",
     "RequestRejected": "errors",
+    "ScalingFailed": "errors",
+    "ServiceFailed": "errors",
+    "TryLater": "errors",
+    "Batch": "messages",
+    "BatchRow": "messages",
     "Completion": "messages",
     "EngineId": "messages",
     "GenerateRequest": "messages",
+    "ModelSpec": "messages",
     "Output": "messages",
+    "StepResult": "messages",
     "TokenLogprob": "messages",
     "Cause": "names",
     "EngineState": "names",
     "FinishReason": "names",
+    "Strategy": "names",
     "Client": "nursery.client",
     "Cluster": "nursery.cluster",
     "open_cluster": "nursery.cluster",
+    "Event": "nursery.events",
+    "EventKind": "nursery.events",
+    "open_services": "nursery.services",
     "OutputStream": "nursery.stream",
+    "Restarts": "nursery.supervisor",
+    "supervise": "nursery.supervisor",
     "SamplingParams": "sampling",
 }
 

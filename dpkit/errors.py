@@ -59,8 +59,8 @@ class ModelUnsupported(DpkitError):  # noqa: N818
 class ModelFailed(DpkitError):  # noqa: N818
     """A model broke its contract (its author's): the message names its class and says how.
 
-    Its result does not fit the batch, or it raised what is no `Exception`, such as SystemExit, which
-    is `__cause__` then: a model's code ends its engine, but neither the program nor a scope.
+    Its result does not fit the batch, or it raised what is no `Exception`, such as SystemExit,
+    which is `__cause__` then: a model's code ends a life of its engine, but no program, no scope.
     """
 
 
@@ -135,6 +135,12 @@ class ClusterClosed(DpkitError):  # noqa: N818
     retryable = True
 
 
+class ScalingFailed(DpkitError):  # noqa: N818
+    """New engines did not come up, and are gone again; those that were there serve on."""
+
+    http_status = 503
+
+
 class ServiceFailed(DpkitError):  # noqa: N818
     """A background service died; `__cause__` is the first error, the message names the service."""
 
@@ -142,11 +148,11 @@ class ServiceFailed(DpkitError):  # noqa: N818
 
 
 class ClusterFailed(ServiceFailed):
-    """A service of the cluster died, most often an engine; the message and the cause tell which."""
+    """Too few engines are left, or dpkit found a bug of its own; the cause is the first error."""
 
 
 class ClusterNotStarted(ClusterFailed):
-    """A service of the cluster died before all engines were ready; nothing was served."""
+    """The cluster failed before its block began; nothing was served."""
 
 
 class InternalError(DpkitError):

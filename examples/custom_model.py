@@ -7,31 +7,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 
 import dpkit
-from dpkit.messages import ModelSpec, StepResult
 from dpkit.text.bytes import ByteTokenizer
-
-if TYPE_CHECKING:
-    from dpkit.messages import Batch
 
 
 class CountingModel(dpkit.Model):
     """Its n-th token is the letter n of the alphabet."""
 
     inline = True  # it costs nothing, so it needs no thread
-    spec = ModelSpec(vocab_size=257)
+    spec = dpkit.ModelSpec(vocab_size=257)
 
     def tokenizer(self) -> ByteTokenizer:
         """One token a byte."""
         return ByteTokenizer()
 
-    def execute(self, batch: Batch, cache: Any) -> StepResult:
+    def execute(self, batch: dpkit.Batch, cache: Any) -> dpkit.StepResult:
         """Sample a token for every row that asks for one."""
-        return StepResult(
+        return dpkit.StepResult(
             sampled=[
                 None if row.output_index is None else ord("a") + row.output_index % 26
                 for row in batch.rows

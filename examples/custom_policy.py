@@ -10,14 +10,10 @@ import sys
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import trio
 
 import dpkit
-
-if TYPE_CHECKING:
-    from dpkit.abc import LoadView
 
 CONFIG = """
     [[engines]]
@@ -34,7 +30,7 @@ class StickyTenants(dpkit.Policy):
 
     slack = 4
 
-    def pick(self, request: dpkit.GenerateRequest, view: LoadView) -> int:
+    def pick(self, request: dpkit.GenerateRequest, view: dpkit.LoadView) -> int:
         """Index of the engine for `request`: synchronous, no I/O."""
         inflight = view.inflight
         home = zlib.crc32(request.cache_salt.encode()) % len(inflight)

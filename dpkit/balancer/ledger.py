@@ -164,7 +164,7 @@ class Ledger:
         return self._charges.get(request_id)
 
     def holder(self, request_id: str) -> EngineId | None:
-        """The life of the engine that a request is charged to; aborts go there."""
+        """The life of the engine that a request is charged to; None: to none."""
         charge = self._charges.get(request_id)
         return None if charge is None else charge.engine
 

@@ -50,21 +50,18 @@ class EngineCoreStatistics:
 class EngineCore:
     """Scheduler, blocks and refusals of one engine with one model."""
 
-    def __init__(
-        self, model: Model, *, limits: EngineLimits, eos_token_ids: Iterable[int] | None = None
-    ) -> None:
+    def __init__(self, model: Model, *, limits: EngineLimits) -> None:
         """Make an idle engine.
 
         Args:
             model: What will execute the batches.
             limits: Bounds of the scheduler and the block pool.
-            eos_token_ids: Tokens that end a text; None: the model's own.
         """
         self.model = model
         self.limits = limits
-        eos = model.spec.eos_token_ids if eos_token_ids is None else eos_token_ids
+        spec = model.spec
         # Others cannot be sampled; a model that is told to ban them need not cope with them.
-        self._eos_token_ids = frozenset(i for i in eos if i < model.spec.vocab_size)
+        self._eos_token_ids = frozenset(i for i in spec.eos_token_ids if i < spec.vocab_size)
         self._scheduler = Scheduler(limits)
         self._refusals: dict[str, EngineOutput] = {}
         self._num_refused = 0

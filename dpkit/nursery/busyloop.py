@@ -66,13 +66,13 @@ class BusyLoop:
         self.ended = trio.Event()
         self.step_started_at: float | None = None
         """When the step under way began; None between steps. What a watchdog looks at."""
+        self.cause: Exception | None = None
+        """Why this life is over, once it is lost."""
         self._index = index
         self._model = model
         self._publish = publish
         self._gate = gate
         self._on_lost = on_lost
-        self.cause: Exception | None = None
-        """Why this life is over, once it is lost."""
         self._runner: Runner | None = None
         self._deliver: dict[str, Deliver] = {}
         self._seq = 0

@@ -5,8 +5,9 @@ Wires and answers; decides nothing. The tree::
     caller's task ── async with open_cluster(config)
     ├─ services, shielded from birth, stopped after the body
     │   ├─ coordinator
-    │   ├─ supervisor NAME-0, NAME-1, …   one life of the engine after the other
-    │   └─ timers: deadlines, ejections
+    │   ├─ engine NAME-0, NAME-1, …   a supervisor: one life after the other
+    │   ├─ timers: deadlines, ejections
+    │   └─ event writer, when log.events names a file
     └─ body: your code; a request spawns nothing
 """
 
@@ -294,8 +295,8 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
     Error handling:
         ValueError: `clients` is no whole number from 1 on.
         ConfigError, ModelNotFound, ModelUnsupported: raised before any engine starts. An engine
-        that dies is restarted; its requests go elsewhere or get `EngineLost`. ClusterFailed: fewer
-        engines than ``cluster.min_ready`` are left, or the coordinator died; the body was
+        that fails is restarted; its requests go elsewhere or get `EngineLost`. ClusterFailed: fewer
+        engines than ``cluster.min_ready`` are left, or dpkit found a bug of its own; the body was
         cancelled, the first error is the cause. ClusterNotStarted: likewise, before the body
         began. What the body raises comes out bare and unchanged.
     """

@@ -72,8 +72,9 @@ class Coordinator(Observer):
 
     def failed(self, name: str, life: int, error: Exception) -> None:
         """A life was lost."""
-        _log.warning("the %s was lost in its life %d: %r", name, life, error)
-        self._events.emit(EventKind.COORDINATOR_LOST, detail=describe(error))
+        what = describe(error)
+        _log.warning("the %s was lost in its life %d: %s", name, life, what)
+        self._events.emit(EventKind.COORDINATOR_LOST, detail=what)
         if isinstance(error, InternalError):
             self._on_bug(error, name)
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from dpkit.errors import describe
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -39,7 +41,7 @@ def _shown(show: Callable[[], Iterator[str]]) -> list[str]:
     try:
         return list(show())
     except Exception as error:  # noqa: BLE001 - something is broken, or there would be no dump
-        return [f"cannot be shown: {type(error).__name__}: {error}"]
+        return [f"cannot be shown: {describe(error)}"]
 
 
 def _tasks() -> Iterator[str]:

@@ -9,6 +9,7 @@ and nothing of prompts or text.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -89,10 +90,6 @@ class Flights:
         """Make a life of an engine reachable."""
         self._links[link.engine] = link
 
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        """Take the coordinator's newest snapshot."""
-        self._dispatch.on_snapshot(snapshot)
-
     def disconnect(self, engine: EngineId) -> None:
         """Forget a life of an engine; its requests have been told."""
         self._links.pop(engine, None)
@@ -117,6 +114,10 @@ class Flights:
     def withdraw(self, engine: EngineId) -> None:
         """Let the policy pick an engine no more; what it holds is not touched."""
         self._dispatch.remove(engine)
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        """Take the coordinator's newest snapshot."""
+        self._dispatch.on_snapshot(snapshot)
 
     # A request's life.
 
@@ -215,7 +216,7 @@ class Flights:
         """End requests at their deadlines and queue time-outs; a service task, until cancelled."""
         while True:
             alarm = self._deadlines.next()
-            with trio.move_on_at(float("inf") if alarm is None else alarm):
+            with trio.move_on_at(math.inf if alarm is None else alarm):
                 await self._timer.park()
             now = trio.current_time()
             for request_id in self._deadlines.expired(now):
@@ -233,7 +234,7 @@ class Flights:
     def _set_alarm(self, flight: Flight) -> None:
         """Have `keep_time` look at a request at the moment that is next for it, if there is one."""
         request_id, alarm = flight.request.request_id, flight.alarm
-        if not self._is_under_way(flight) or alarm == float("inf"):
+        if not self._is_under_way(flight) or alarm == math.inf:
             return
         earliest = self._deadlines.next()
         self._deadlines.add(alarm, request_id)

@@ -7,6 +7,7 @@ and keeps each client's view to just the pickable ones. Decides nothing itself: 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import trio
@@ -123,7 +124,7 @@ class Membership:
         """Let ejected engines return when their time is over; until cancelled."""
         while True:
             change = self._health.next_change(trio.current_time())
-            with trio.move_on_at(float("inf") if change is None else change):
+            with trio.move_on_at(math.inf if change is None else change):
                 await self._timer.park()
             self._refresh()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve
 
-from dpkit.errors import ConfigError, DpkitError, InternalError, describe
+from dpkit.errors import ConfigError, InternalError, ScalingFailed, describe
 from dpkit.names import EngineState, Strategy
 from dpkit.nursery.build import restarts
 from dpkit.nursery.supervisor import Observer, supervise
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     OnBug = Callable[[InternalError, str], None]
 
 _log = logging.getLogger(__name__)
-
-
-class ScalingFailed(DpkitError):  # noqa: N818 - reads as what happened
-    """New engines did not come up, and are gone again; those that were there serve on."""
-
-    http_status = 503
 
 
 @define(eq=False)

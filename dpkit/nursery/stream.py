@@ -40,6 +40,9 @@ class OutputStream:
     releases the engine, exactly once, without a checkpoint. `text`, `token_ids` and the logprobs
     hold all that was read so far and stay readable.
 
+    Entering raises what the request was refused with: RequestRejected, Overloaded, Draining or
+    ClusterClosed; DeadlineExceeded if its time was over before it had a place.
+
     Tokens become text when they are read, while the engine works on the next ones. Those of a
     request with stop strings do when they arrive: whether and when somebody reads must not decide
     how long the engine runs.
@@ -126,9 +129,10 @@ class OutputStream:
 
         Raises:
             RequestRejected: the request can never fit the engine.
-            EngineLost: the engine died; what was read before stays in `text` and `token_ids`.
+            EngineLost: its engine was lost, and it could not go on elsewhere; what was read before
+                stays in `text` and `token_ids`.
             DeadlineExceeded: the request's own deadline passed.
-            ClusterClosed: the cluster was left meanwhile.
+            ClusterClosed, Draining: the cluster was left, or its time to finish was over.
             ClosedResourceError: the stream was closed, by this task or another.
             BusyResourceError: another task is reading it.
             What a request failed with is raised again by every later call.

@@ -8,5 +8,5 @@
   held), `leaks` (nothing is left), `conformance` (the contracts of models, policies and links).
 * Replays of recorded behaviour, as modules to run: `picks`, `coordinator`.
 
-Nothing else in dpkit imports this.
+Of the rest of dpkit only `dpkit run --audit` imports this: it asks `idle`.
 """

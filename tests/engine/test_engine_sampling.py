@@ -267,7 +267,9 @@ def test_a_model_whose_result_does_not_fit_is_named(
 
 def test_an_end_token_outside_the_vocabulary_is_nothing_to_ban(ask: Ask) -> None:
     limits = EngineLimits(max_num_seqs=4, max_num_batched_tokens=64, block_size=4, num_blocks=64)
-    core = EngineCore(EchoModel(), limits=limits, eos_token_ids={EOS_TOKEN_ID, 999})
+    model = EchoModel()
+    model.spec = evolve(model.spec, eos_token_ids=frozenset({EOS_TOKEN_ID, 999}))
+    core = EngineCore(model, limits=limits)
     core.add(ask("r", 1, ignore_eos=False, min_tokens=2, max_tokens=4))
     batch = core.schedule()
     assert batch is not None
