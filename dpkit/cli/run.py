@@ -195,10 +195,11 @@ class _Run:
         )
 
     async def _drain(self, cluster: Cluster, session: Session) -> None:
-        """On the first stop signal: take nothing new, and give what is under way its time."""
+        """On the first stop signal: soon take nothing new, and give what is under way its time."""
         await self.signals.wait_stop(1)
-        session.stop_taking()
         deadline = trio.current_time() + self.config.cluster.finish_within
+        await trio.sleep(self.config.cluster.pre_stop)
+        session.stop_taking()
         with trio.move_on_at(deadline):
             await session.wait_sent()
         await cluster.drain(deadline)

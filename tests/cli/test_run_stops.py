@@ -99,6 +99,22 @@ def test_the_second_signal_stops_at_once_and_marks_what_is_cut_off(tmp_path, sig
         assert err == ""
 
 
+def test_prompts_are_taken_until_pre_stop_is_over(tmp_path) -> None:
+    toml = engine("Paced").replace("[cluster]\n", '[cluster]\npre_stop = "5s"\n')
+    with start(tmp_path, toml, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write("before\n")
+        process.stdin.flush()
+        read_until(process, "[e-0] before\nb")
+        process.send_signal(TERM)
+        read_until(process, "[stop]\n")
+        process.stdin.write("after\n")
+        process.stdin.flush()
+        read_until(process, "[e-0] after\nafter [stop]\n")
+        process.communicate()
+        assert process.returncode == 0
+
+
 @pytest.mark.parametrize(("signum", "code"), [(INT, 130), (TERM, 0)])
 def test_after_the_first_signal_answers_finish_and_no_prompt_is_awaited(
     tmp_path, signum, code
