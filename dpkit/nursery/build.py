@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from dpkit.abc import Model, Policy
     from dpkit.config.schema import Config, EngineGroupConfig
-    from dpkit.messages import EngineId
+    from dpkit.engine.limits import EngineLimits
+    from dpkit.messages import EngineId, ModelSpec
     from dpkit.names import Dtype, Quant
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.fanin import StatsFanIn
@@ -83,6 +84,19 @@ def restarts(group: EngineGroupConfig) -> Restarts:
     )
 
 
+def _limits_of(group: EngineGroupConfig, spec: ModelSpec) -> EngineLimits:
+    return resolve_limits(
+        spec,
+        max_num_seqs=group.scheduler.max_num_seqs,
+        max_num_batched_tokens=group.scheduler.max_num_batched_tokens,
+        block_size=group.kv.block_size,
+        num_blocks=group.kv.num_blocks,
+        memory=group.kv.memory,
+        prefix_cache=group.kv.prefix_cache,
+        within=f"engines.{group.name}",
+    )
+
+
 class Builder:
     """Makes the parts of one cluster, all wired to the same membership, fan-in and events."""
 
@@ -131,16 +145,7 @@ class Builder:
         self, group: EngineGroupConfig
     ) -> Callable[[EngineId, int, Callable[[Exception], None]], BusyLoop]:
         model = self._models[model_key(group)]
-        limits = resolve_limits(
-            model.spec,
-            max_num_seqs=group.scheduler.max_num_seqs,
-            max_num_batched_tokens=group.scheduler.max_num_batched_tokens,
-            block_size=group.kv.block_size,
-            num_blocks=group.kv.num_blocks,
-            memory=group.kv.memory,
-            prefix_cache=group.kv.prefix_cache,
-            within=f"engines.{group.name}",
-        )
+        limits = _limits_of(group, model.spec)
         coordinator = self._config.coordinator
 
         def make(engine: EngineId, rank: int, on_lost: Callable[[Exception], None]) -> BusyLoop:

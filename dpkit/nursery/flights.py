@@ -173,22 +173,21 @@ class Flights:
     @trio.lowlevel.enable_ki_protection
     def end(self, stream: OutputStream) -> None:
         """Leave a stream: withdraw or abort its request if it is unfinished. Idempotent."""
-        if (flight := self._flights.get(stream.request_id)) and flight.stream is stream:
-            self._stop(flight, FinishReason.ABORT, Cause.CLIENT)
-            self.fill()
+        self._leave(stream, FinishReason.ABORT, Cause.CLIENT)
 
     @trio.lowlevel.enable_ki_protection
     def finish(self, stream: OutputStream) -> None:
         """End a stream that has all it wanted: only it sees a stop string. Idempotent."""
-        if (flight := self._flights.get(stream.request_id)) and flight.stream is stream:
-            self._stop(flight, FinishReason.STOP, Cause.STOP)
-            self.fill()
+        self._leave(stream, FinishReason.STOP, Cause.STOP)
 
     @trio.lowlevel.enable_ki_protection
     def spoil(self, stream: OutputStream) -> None:
         """End a stream whose tokens cannot be turned into text. Idempotent."""
+        self._leave(stream, FinishReason.ERROR, Cause.REFUSED)
+
+    def _leave(self, stream: OutputStream, reason: FinishReason, cause: Cause) -> None:
         if (flight := self._flights.get(stream.request_id)) and flight.stream is stream:
-            self._stop(flight, FinishReason.ERROR, Cause.REFUSED)
+            self._stop(flight, reason, cause)
             self.fill()
 
     # The end of many at once.

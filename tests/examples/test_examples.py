@@ -90,7 +90,7 @@ def test_a_crash_is_survived_by_every_request() -> None:
 
 def test_your_own_model_can_be_tested_as_ours_are() -> None:
     path = EXAMPLES / "test_your_engine.py"
-    command = [sys.executable, "-m", "pytest", "-sq", "-p", "no:cacheprovider", path]
+    command = [sys.executable, "-m", "pytest", "-sq", "-p", "no:cacheprovider", str(path)]
     process = subprocess.run(
         command, capture_output=True, text=True, timeout=15, check=False, cwd=EXAMPLES.parent
     )

@@ -44,12 +44,9 @@ async def test_a_failed_child_is_restarted_with_doubling_waits(autojump_clock) -
     child, recorder = Child(0, 0, 0), Recorder()
     policy = Restarts(intensity=3, period=60, backoff=0.1, backoff_max=10)
     await supervise({"a": child.live}, policy, observer=recorder)
-    assert child.births == [
-        (pytest.approx(0.0), 0),
-        (pytest.approx(0.1), 1),
-        (pytest.approx(0.3), 2),
-        (pytest.approx(0.7), 3),
-    ]
+    moments, numbers = zip(*child.births, strict=True)
+    assert moments == pytest.approx((0.0, 0.1, 0.3, 0.7))
+    assert numbers == (0, 1, 2, 3)
     assert recorder.given_up == []
 
 
@@ -57,7 +54,8 @@ async def test_one_restart_too_many_within_the_period_is_given_up(autojump_clock
     child, recorder = Child(0, 0, 0, 0), Recorder()
     await supervise({"a": child.live}, Restarts(intensity=3), observer=recorder)
     [(at, name, error)] = recorder.given_up
-    assert (at, name) == (pytest.approx(0.7), "a")
+    assert at == pytest.approx(0.7)
+    assert name == "a"
     assert str(error) == "life 0", "the first error of the period is the cause"
     assert [life for _, _, life in recorder.failures] == [0, 1, 2, 3]
 
