@@ -3,8 +3,8 @@
 Usage: ``python tests/planted/plant.py NAME [PYTEST ARGUMENT]...``; exits with pytest's status, so 1
 is good news. NAME is a key of `PLANTS`, or ``none``: the copy unchanged, which must pass.
 
-The promises: P1 one outcome, P2 no invention, P3 nothing leaks, P4 bounded, P5 isolated, P6 loud, P7
-ordered end. P8, replayable, is asked of whatever sweep goes red.
+The promises: P1 one outcome, P2 no invention, P3 nothing leaks, P4 bounded, P5 isolated, P6 loud,
+P7 ordered end. P8, replayable, is asked of whatever sweep goes red.
 """
 
 from __future__ import annotations
