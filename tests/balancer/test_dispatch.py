@@ -262,3 +262,31 @@ def test_another_policy_takes_over_with_all_that_is_known(
     assert placement.reason.rule == name
     client.release([*placements, placement])
     assert list(client.view.inflight) == [0, 0, 0]
+
+
+class Broken(Scripted):
+    """Fails whenever it is told something."""
+
+    def on_release(self, request: GenerateRequest, index: int, view: LoadView) -> None:
+        raise ZeroDivisionError("bookkeeping")
+
+    def on_engines(self, view: LoadView) -> None:
+        raise ZeroDivisionError("boards")
+
+    def on_snapshot(self, view: LoadView) -> None:
+        raise ZeroDivisionError("news")
+
+
+def test_a_policy_that_fails_when_told_something_keeps_no_books_open(
+    make_client: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = make_client(2, Broken(0))
+    placement = client.place()
+    assert client.dispatch.release(placement)
+    assert not client.dispatch.release(placement)
+    client.snapshot((0, 1, 0.0), (0, 0, 0.0))
+    assert client.dispatch.remove(EngineId("e1"))
+    assert client.ledger.audit() == ()
+    assert list(client.view.running) == [1]
+    for hook in ("on_release", "on_snapshot", "on_engines"):
+        assert f"failed in {hook}(); its picks may be off" in caplog.text
