@@ -17,7 +17,7 @@ from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, des
 from dpkit.messages import EngineOutput, EngineStats, StepReport
 from dpkit.names import FinishReason
 from dpkit.nursery.inbox import duplicate
-from dpkit.nursery.runner import open_runner
+from dpkit.nursery.runner import Patience, open_runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,7 +73,7 @@ class BusyLoop:
         self._publish = publish
         self._gate = gate
         self._on_lost = on_lost
-        self._runner: Runner | None = None
+        self._patience = Patience()
         self._deliver: dict[str, Deliver] = {}
         self._seq = 0
         self._steps = 0
@@ -100,9 +100,10 @@ class BusyLoop:
                 num_blocks=limits.num_blocks,
                 block_size=limits.block_size,
                 name=str(self.engine),
-            ) as self._runner:
+                patience=self._patience,
+            ) as runner:
                 self.ready.set()
-                await self._serve(self._runner)
+                await self._serve(runner)
         except Exception as error:
             error.add_note(f"in engine {self.engine}, step {self._steps + 1}")
             self.lose(self._judge(error))
@@ -238,8 +239,7 @@ class BusyLoop:
 
     def abandon(self) -> None:
         """Let a cancellation end `run` in the middle of a step that hangs in its thread."""
-        if self._runner is not None:
-            self._runner.abandon()
+        self._patience.end()
 
     def report(self) -> StepReport:
         """How much work this engine's requests are, and how long its last step took."""

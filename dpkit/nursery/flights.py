@@ -200,7 +200,8 @@ class Flights:
     @trio.lowlevel.enable_ki_protection
     def abort_all(self, cause: Cause) -> None:
         """End whatever is under way; readers get the error of `refuse`."""
-        for flight in list(self._flights.values()):
+        # Those that wait first: else the end of one on an engine would place them there.
+        for flight in sorted(self._flights.values(), key=lambda f: f.placement is not None):
             error = refusal(self._refusal, flight.request.request_id)
             self._fail(flight, FinishReason.ABORT, cause, error)
 
@@ -219,7 +220,9 @@ class Flights:
                 await self._timer.park()
             now = trio.current_time()
             for request_id in self._deadlines.expired(now):
-                self._expire(self._flights[request_id], now)
+                # The end of one makes room for others, which may turn out to be late as well.
+                if (flight := self._flights.get(request_id)) is not None:
+                    self._expire(flight, now)
             self.fill()
 
     def _expire(self, flight: Flight, now: float) -> None:
@@ -334,8 +337,9 @@ class Flights:
         self._conclude(flight, reason, cause)
 
     def _fail(self, flight: Flight, reason: FinishReason, cause: Cause, error: Exception) -> None:
-        self._stop(flight, reason, cause)
-        flight.stream.fail(reason, error)
+        if self._is_under_way(flight):
+            self._stop(flight, reason, cause)
+            flight.stream.fail(reason, error)
 
     def _leave_engine(self, flight: Flight) -> None:
         if flight.placement is not None:

@@ -40,11 +40,21 @@ class Runner(Protocol):
     async def execute(self, batch: Batch) -> StepResult:
         """Compute a step and let its duration pass; at least one checkpoint, exactly one inline."""
 
-    def abandon(self) -> None:
-        """Let a cancellation interrupt the wait for a step that does not end; its thread is lost.
 
-        For a hung step only: no thread can be killed, so this one runs on and is reported.
-        """
+class Patience:
+    """Whether a call into a thread is waited for whatever happens, as it is until `end`.
+
+    For a hung call only: no thread can be killed, so an abandoned one runs on and is reported.
+    """
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.on_end: Callable[[], None] = lambda: None
+
+    def end(self) -> None:
+        """Let a cancellation, past or to come, end the wait; the thread is lost."""
+        self.ended = True
+        self.on_end()
 
 
 # Protected: Ctrl-C is for the program and waits for the next checkpoint. A KeyboardInterrupt that
@@ -80,21 +90,20 @@ class _InlineRunner:
         await trio.sleep(result.duration_s)  # also the step's one checkpoint when it is 0
         return result
 
-    def abandon(self) -> None:
-        pass  # a sleep can be cancelled at any time
-
 
 class _EngineThread:
     """A thread that runs what it is given, in order, for one Trio task at a time."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, patience: Patience) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         # A daemon only so that a hung step cannot keep a dying interpreter alive.
         self._thread = threading.Thread(target=self._work, name=f"dpkit {name}", daemon=True)
         self._thread.start()
         self._waiting: trio.lowlevel.Task | None = None
-        self.abandoned = False
+        self._raise_cancel: Callable[[], Any] | None = None  # of a cancellation that was refused
+        self._patience = patience
+        patience.on_end = self._let_go
 
     def _work(self) -> None:
         while (function := self._jobs.get()) is not None:
@@ -107,12 +116,19 @@ class _EngineThread:
             task, self._waiting = self._waiting, None
             trio.lowlevel.reschedule(task, result)
 
+    def _let_go(self) -> None:
+        """Cancel a wait after all: Trio asks once only, and was told to wait for the step."""
+        if self._raise_cancel is not None:
+            self._hand_over(outcome.capture(self._raise_cancel))
+
     async def run(self, function: Callable[[], T]) -> T:
         self._waiting = trio.lowlevel.current_task()
+        self._raise_cancel = None
         self._jobs.put(function)
 
-        def abort(_: object) -> trio.lowlevel.Abort:
-            if not self.abandoned:
+        def abort(raise_cancel: Callable[[], Any]) -> trio.lowlevel.Abort:
+            if not self._patience.ended:
+                self._raise_cancel = raise_cancel
                 return trio.lowlevel.Abort.FAILED  # a thread can't be interrupted: await the step
             self._waiting = None
             return trio.lowlevel.Abort.SUCCEEDED
@@ -122,7 +138,7 @@ class _EngineThread:
 
     def stop(self) -> None:
         self._jobs.put(None)
-        if not self.abandoned:
+        if not self._patience.ended:
             self._thread.join()
         elif self._thread.is_alive():
             _log.error("%s: its step does not end; the thread is left behind", self._thread.name)
@@ -140,13 +156,15 @@ class _ThreadRunner:
             await trio.sleep(result.duration_s)
         return result
 
-    def abandon(self) -> None:
-        self._thread.abandoned = True
-
 
 @asynccontextmanager
 async def open_runner(
-    model: Model, *, num_blocks: int, block_size: int, name: str
+    model: Model,
+    *,
+    num_blocks: int,
+    block_size: int,
+    name: str,
+    patience: Patience | None = None,
 ) -> AsyncIterator[Runner]:
     """Allocate one engine's KV cache and open the place where its steps run.
 
@@ -155,6 +173,7 @@ async def open_runner(
         num_blocks: Size of the cache, in blocks.
         block_size: Tokens a block holds.
         name: Of the engine; its thread is called ``dpkit NAME``.
+        patience: Ended by whoever gives up on a hung call; None: nobody does.
 
     Resource handling:
         Cache and thread live exactly as long as the block; leaving it joins the thread. A step
@@ -168,7 +187,7 @@ async def open_runner(
     if model.inline:
         yield _InlineRunner(model, _allocate(model, num_blocks, block_size, name))
         return
-    thread = _EngineThread(name)
+    thread = _EngineThread(name, patience or Patience())
     try:
         cache = await thread.run(lambda: _allocate(model, num_blocks, block_size, name))
         yield _ThreadRunner(model, cache, thread)
