@@ -48,6 +48,7 @@ from dpkit.nursery.services import open_services
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from dpkit.abc import Policy
     from dpkit.balancer.coordinator import CoordinatorStatistics
     from dpkit.messages import Snapshot
     from dpkit.nursery.build import Models
@@ -81,6 +82,7 @@ class Cluster:
         """What happened: engines that come and go, requests that end."""
         self._started = False
         self._services: Services | None = None
+        self._changing = trio.Lock()  # scale and apply: one after the other
         self._fanin = StatsFanIn(ordered=config.coordinator.wave_coordination)
         self._membership = Membership(Health(config.balancer))
         self._coordinator = Coordinator(
@@ -163,18 +165,23 @@ class Cluster:
 
         New ones are awaited; if one does not come up, all new ones go again. The last ones leave
         after what they have is finished; at `deadline`, on Trio's clock, what is left is lost to
-        them and goes elsewhere as after any loss.
+        them and goes elsewhere as after any loss. Waits for a change that is under way. If this is
+        cancelled, new engines go again; those that leave do so nevertheless.
 
         Raises:
-            ConfigError: there is no such group, its engines restart together, or fewer than
-                ``cluster.min_ready`` would be left.
+            ConfigError: there is no such group, its engines restart together, `count` is no number
+                of engines, or fewer than ``cluster.min_ready`` that are not down would be left.
             ScalingFailed: a new engine did not come up.
+            ClusterClosed: the cluster has been left, or is meanwhile.
         """
-        await self._roster.scale(name, count, deadline=deadline)
-        self.config = evolve(
-            self.config, engines=tuple(group.config for group in self._roster.groups.values())
-        )
-        self.events.emit(EventKind.SCALED, detail=f"{name}: {count} engines")
+        async with self._changing:
+            self._roster.refuse_closed()
+            try:
+                await self._roster.scale(name, count, deadline=deadline)
+            finally:  # cancelled while the last ones leave: they do
+                groups = self._roster.groups.values()
+                self.config = evolve(self.config, engines=tuple(group.config for group in groups))
+            self.events.emit(EventKind.SCALED, detail=f"{name}: {count} engines")
 
     def plan(self, config: Config) -> Plan:
         """What `apply` would change.
@@ -189,31 +196,45 @@ class Cluster:
 
         New and changed engines come up beside the old ones; when all are ready, settings and
         engines switch over in one synchronous step; then the old engines finish what they have, by
-        `deadline` on Trio's clock. Returns what was changed.
+        `deadline` on Trio's clock. Waits for a change that is under way. Returns what was changed.
 
         Raises:
-            ConfigError: as for `plan`. ModelNotFound, ModelUnsupported: a model cannot be had.
-            ScalingFailed: a new engine did not come up. In each case nothing has changed.
+            ConfigError: as for `plan`, or too many of the engines that would stay are down.
+                ModelNotFound, ModelUnsupported: a model cannot be had. ScalingFailed: a new engine
+                did not come up. ClusterClosed: the cluster has been left, or is meanwhile. What
+                making a policy raises. In each case nothing has changed.
         """
-        if not (plan := self.plan(config)):
+        async with self._changing:
+            self._roster.refuse_closed()
+            if not (plan := self.plan(config)):
+                return plan
+            models = await load_models(config)
+            builder = Builder(config, models, self._membership, self._fanin, self.events)
+            policies = self._new_policies(config, builder)
+            change = await prepare(self._roster, builder, config)
+            try:
+                self._switch(config, builder, policies)
+            except BaseException:
+                self._roster.dismiss(change.arriving)
+                raise
+            change.commit(self._roster)
+            self.events.emit(EventKind.RELOADED, detail=str(plan))
+            await self._roster.take_down(change.leaving, deadline)
             return plan
-        models = await load_models(config)
-        builder = Builder(config, models, self._membership, self._fanin, self.events)
-        change = await prepare(self._roster, builder, config)
-        self._switch(config, builder)
-        change.commit(self._roster)
-        self.events.emit(EventKind.RELOADED, detail=str(plan))
-        await self._roster.take_down(change.leaving, deadline)
-        return plan
 
-    def _switch(self, config: Config, builder: Builder) -> None:
-        new_policy = config.balancer.policy != self.config.balancer.policy
+    def _new_policies(self, config: Config, builder: Builder) -> list[Policy | None]:
+        """Make the policy of each client; None: it keeps the one it has."""
+        if config.balancer.policy == self.config.balancer.policy:
+            return [None] * len(self._flights)
+        return [builder.policy(index) for index in range(len(self._flights))]
+
+    def _switch(self, config: Config, builder: Builder, policies: Sequence[Policy | None]) -> None:
         self.config, self._builder = config, builder
         self._rules.interval = config.coordinator.interval
         self._membership.use(config.balancer)
         self._roster.use(config, builder)
-        for index, flights in enumerate(self._flights):
-            flights.use(builder.limits(), builder.policy(index) if new_policy else None)
+        for flights, policy in zip(self._flights, policies, strict=True):
+            flights.use(builder.limits(), policy)
 
     # The other half of `open_cluster`.
 
@@ -254,15 +275,16 @@ class Cluster:
 
     async def _stop(self) -> None:
         """Let every engine finish what is left, last started first; let go of those that hang."""
+        supervised = tuple(self._roster.supervised)  # none comes any more
         try:
-            for slot in reversed(self._slots):
+            for slot in reversed(supervised):
                 slot.retire()
                 if slot.hangs:
                     slot.abandon()  # its requests have been told, and the others' turn comes
                 else:
                     await slot.loop.ended.wait()
         finally:
-            for slot in self._slots:
+            for slot in supervised:
                 slot.abandon()
 
     def _make_rules(self) -> CoordinatorRules:

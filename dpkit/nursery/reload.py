@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from attrs import asdict, define, evolve, field, frozen
 
 from dpkit.errors import ConfigError
-from dpkit.nursery.roster import Group
+from dpkit.names import Strategy
+from dpkit.nursery.roster import Group, count_alive, refuse_few
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,14 +23,17 @@ if TYPE_CHECKING:
     from dpkit.nursery.roster import Roster
     from dpkit.nursery.slot import EngineSlot
 
-# What a running cluster cannot change: its clients, ids, seeds, stats channel and the shutdown
-# deadline of its services are made of it.
+# What a running cluster cannot change: it has been made of it, or who needs it has read it.
 _FIXED = (
-    "cluster.name",
+    "cluster.name",  # in the ids of requests
     "cluster.seed",
-    "cluster.grace",
+    "cluster.grace",  # and its parts: of the services, and of `dpkit run`
+    "cluster.kill_after",
+    "cluster.pre_stop",
     "coordinator.wave_coordination",
     "coordinator.publish",
+    "coordinator.kv_publish_delta",  # in the engines that stay
+    "log.events",  # the file is open
 )
 
 
@@ -54,8 +58,9 @@ def make_plan(old: Config, new: Config) -> Plan:
     """
     before, after = _settings(old), _settings(new)
     changed = [key for key in after if before[key] != after[key]]
-    if fixed := [key for key in changed if key in _FIXED]:
-        raise ConfigError([f"{key}: cannot change while the cluster runs" for key in fixed])
+    fixed = [f"{key}: cannot change while the cluster runs" for key in changed if key in _FIXED]
+    if fixed := [*fixed, *_tokenizer_changes(old, new)]:
+        raise ConfigError(fixed)
     lines = [f"{key}: {before[key]!r} → {after[key]!r}" for key in changed]
     return Plan(changes=(*_group_changes(old, new), *lines))
 
@@ -66,6 +71,24 @@ def _settings(config: Config) -> dict[str, object]:
     return {
         f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()
     }
+
+
+def _tokenizer_changes(old: Config, new: Config) -> Iterator[str]:
+    """Clients have one tokenizer, of the first group's model; prompts are encoded before placing.
+
+    Whether two models have the same one cannot be told by their names, unless both cost nothing.
+    """
+    before, after = old.engines[0].model, new.engines[0].model
+    if before != after and not (_has_bytes(before) and _has_bytes(after)):
+        yield (
+            f"engines.{new.engines[0].name}.model: cannot change while the cluster runs: "
+            f"prompts are encoded for {before!r}, the first group's model"
+        )
+
+
+def _has_bytes(model: str) -> bool:
+    """Whether the tokens of a model are the bytes of its text, whatever it is."""
+    return model == "echo" or model.startswith("cost:")
 
 
 def _group_changes(old: Config, new: Config) -> Iterator[str]:
@@ -83,8 +106,13 @@ def _group_changes(old: Config, new: Config) -> Iterator[str]:
 
 
 def is_other(old: EngineGroupConfig, new: EngineGroupConfig) -> bool:
-    """Whether a group differs in more than its size, so that its engines must be replaced."""
-    return evolve(old, count=new.count) != new
+    """Whether a group differs so that all its engines must be replaced.
+
+    A mere difference in size is none, unless its engines restart together: under one supervisor,
+    which knows those that it began with.
+    """
+    resized = evolve(old, count=new.count)
+    return resized != new or (old != new and old.supervision.strategy is Strategy.ONE_FOR_ALL)
 
 
 @define(eq=False)
@@ -96,12 +124,19 @@ class Change:
     leaving: list[EngineSlot] = field(factory=list)
 
     def commit(self, roster: Roster) -> None:
-        """Switch over: synchronous, so that no request sees half of it."""
+        """Switch over: synchronous, so that no request sees half of it.
+
+        The new come before the old go, so there are engines at each moment; only of those with the
+        same name must the old one go first.
+        """
         roster.groups = self.groups
+        leaving = {slot.name: slot for slot in self.leaving}
+        for slot in self.arriving:
+            if (old := leaving.get(slot.name)) is not None:
+                old.retire()
+            slot.admit()
         for slot in self.leaving:
             slot.retire()
-        for slot in self.arriving:
-            slot.admit()
 
 
 async def prepare(roster: Roster, builder: Builder, new: Config) -> Change:
@@ -113,7 +148,9 @@ async def prepare(roster: Roster, builder: Builder, new: Config) -> Change:
         new: The new config.
 
     Raises:
+        ConfigError: too many of the engines that would stay are down.
         ScalingFailed: an engine did not come up; all new ones are gone again.
+        ClusterClosed: the cluster ends.
     """
     change = Change(groups={})
     for config in new.engines:
@@ -130,6 +167,7 @@ async def prepare(roster: Roster, builder: Builder, new: Config) -> Change:
         change.groups[config.name] = Group(config, [*kept, *made])
     staying = {slot for group in change.groups.values() for slot in group.slots}
     change.leaving = [slot for slot in roster.slots if slot not in staying]
+    refuse_few(count_alive(staying), new.cluster.min_ready, "cannot apply the new config")
     await roster.bring_up(
         [
             (group.config, [s for s in group.slots if s in change.arriving])

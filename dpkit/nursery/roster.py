@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve
 
-from dpkit.errors import ConfigError, InternalError, ScalingFailed, describe
+from dpkit.errors import ClusterClosed, ConfigError, InternalError, ScalingFailed, describe
 from dpkit.names import EngineState, Strategy
 from dpkit.nursery.build import restarts
 from dpkit.nursery.supervisor import Observer, supervise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from dpkit.config.schema import Config, EngineGroupConfig
     from dpkit.nursery.build import Builder
@@ -79,6 +79,8 @@ class Roster:
         self.groups: dict[str, Group] = {}
         self.min_ready = config.cluster.min_ready
         self.closing = False
+        self.supervised: list[EngineSlot] = []
+        """Those with a supervisor, oldest first: arriving and leaving ones too."""
         self._builder = builder
         self._membership = membership
         self._on_bug = on_bug
@@ -101,8 +103,7 @@ class Roster:
     @property
     def is_too_small(self) -> bool:
         """Whether fewer engines are left than a cluster can do with."""
-        left = sum(slot.state is not EngineState.DOWN for slot in self.slots)
-        return left < self.min_ready
+        return count_alive(self.slots) < self.min_ready
 
     def make(
         self,
@@ -122,7 +123,7 @@ class Roster:
             held: Whether they wait for `admit` before serving.
             beside: Others that were made and are not in the roster yet.
         """
-        used = {slot.rank for slot in (*self.slots, *beside)}
+        used = {slot.rank for slot in (*self.slots, *self.supervised, *beside)}
         for slot in (*self.slots, *beside):
             self._keep_epoch(slot)
         free = (rank for rank in itertools.count() if rank not in used)
@@ -154,6 +155,7 @@ class Roster:
         for team in [slots] if together else [[slot] for slot in slots]:
             for slot in team:
                 slot.peers = team
+            self.supervised += team
             names = ", ".join(slot.name for slot in team)
             self._services.start_soon(self._supervise, group, team, name=f"engine {names}")
 
@@ -164,18 +166,18 @@ class Roster:
 
     async def scale(self, name: str, count: int, *, deadline: float) -> None:
         """Have `count` engines in a group; see `Cluster.scale`."""
-        group = self._scalable(name, count)
-        config = evolve(group.config, count=count)  # what cannot be is refused before it is begun
+        group = self._scalable(name)
+        config = _resized(group.config, count)  # what cannot be is refused before it is begun
+        self._refuse_few(name, count)
         missing = range(len(group.slots), count)
         if missing:
             slots = self.make(group.config, missing)
             await self.bring_up([(group.config, slots)])
-            group.slots += slots
+            group.config, group.slots = config, [*group.slots, *slots]
         else:
             leaving = group.slots[count:]
-            del group.slots[count:]
+            group.config, group.slots = config, group.slots[:count]
             await self.take_down(leaving, deadline)
-        group.config = config
 
     async def bring_up(
         self, arriving: Sequence[tuple[EngineGroupConfig, Sequence[EngineSlot]]]
@@ -184,26 +186,45 @@ class Roster:
 
         Raises:
             ScalingFailed: one did not come up.
+            ClusterClosed: the cluster ends.
         """
         slots = [slot for _, team in arriving for slot in team]
+        self.refuse_closed()
         for config, team in arriving:
             self.start(config, team)
         try:
             await self.wait_settled(slots)
+            self.refuse_closed()
             _refuse_failures(slots)
         except BaseException:
-            for slot in slots:
-                slot.retire()
-                self._keep_epoch(slot)
+            self.dismiss(slots)
             raise
+
+    def refuse_closed(self) -> None:
+        """Raise `ClusterClosed` once the cluster ends: engines can neither come nor go."""
+        if self.closing:
+            raise ClusterClosed("the cluster is closed: its engines cannot be changed any more")
+
+    def dismiss(self, slots: Sequence[EngineSlot]) -> None:
+        """Send engines away without waiting; what they have they finish."""
+        self._retire(slots)
+        self._forget_names(slots)
 
     async def take_down(self, slots: Sequence[EngineSlot], deadline: float) -> None:
         """Let engines finish what they have; at the deadline, what is left goes elsewhere."""
+        self._retire(slots)
+        try:
+            for slot in reversed(slots):
+                await slot.wait_retired(deadline)
+        finally:
+            self._forget_names(slots)
+
+    def _retire(self, slots: Sequence[EngineSlot]) -> None:
         for slot in slots:
             slot.retire()
             self._keep_epoch(slot)
-        for slot in reversed(slots):
-            await slot.wait_retired(deadline)
+
+    def _forget_names(self, slots: Sequence[EngineSlot]) -> None:
         for name in {slot.name for slot in slots} - {slot.name for slot in self.slots}:
             self._membership.dismiss(name)
 
@@ -211,28 +232,58 @@ class Roster:
         """A name may come back, an incarnation never does."""
         self._epochs[slot.name] = max(self._epochs.get(slot.name, 0), slot.engine.epoch + 1)
 
-    def _scalable(self, name: str, count: int) -> Group:
-        if (group := self.groups.get(name)) is None:
+    def _scalable(self, name: str) -> Group:
+        group = self.groups.get(name) if isinstance(name, str) else None
+        if group is None:
             raise ConfigError([f"cannot scale {name!r}: the groups are {', '.join(self.groups)}"])
         if group.config.supervision.strategy is Strategy.ONE_FOR_ALL:
             raise ConfigError([f"cannot scale {name}: its engines depend on one another"])
-        others = len(self.slots) - len(group.slots)
-        if count < 0 or others + count < self.min_ready:
-            raise ConfigError(
-                [f"cannot scale {name} to {count}: cluster.min_ready is {self.min_ready}"]
-            )
         return group
 
+    def _refuse_few(self, name: str, count: int) -> None:
+        """Refuse what leaves too few engines; those that are down are none."""
+        group = self.groups[name]
+        others = [slot for each in self.groups.values() if each is not group for slot in each.slots]
+        left = count_alive([*others, *group.slots[:count]]) + max(0, count - len(group.slots))
+        refuse_few(left, self.min_ready, f"cannot scale {name} to {count}")
+
     async def _supervise(self, group: EngineGroupConfig, team: Sequence[EngineSlot]) -> None:
-        await supervise(
-            {slot.name: slot.live for slot in team},
-            restarts(group),
-            rng=self._builder.rng(f"restarts of {team[0].engine}"),
-            observer=_Team(team, self._on_bug),
-        )
+        try:
+            await supervise(
+                {slot.name: slot.live for slot in team},
+                restarts(group),
+                rng=self._builder.rng(f"restarts of {team[0].engine}"),
+                observer=_Team(team, self._on_bug),
+            )
+        finally:
+            for slot in team:
+                slot.end()
+                self.supervised.remove(slot)
         error = next((slot.last_error for slot in team if slot.last_error is not None), None)
         if not self.closing and self.is_too_small and error is not None:
             raise error
+
+
+def count_alive(slots: Collection[EngineSlot]) -> int:
+    """How many engines serve, or will again."""
+    return sum(slot.state is not EngineState.DOWN for slot in slots)
+
+
+def refuse_few(left: int, min_ready: int, doing: str) -> None:
+    """Refuse a change that leaves fewer engines than a cluster can do with."""
+    if left < min_ready:
+        few = f"{left} engines that are not down would be left"
+        raise ConfigError([f"{doing}: {few}, and cluster.min_ready is {min_ready}"])
+
+
+def _resized(config: EngineGroupConfig, count: int) -> EngineGroupConfig:
+    doing = f"cannot scale {config.name} to {count!r}"
+    if type(count) is not int:  # True would be 1
+        raise ConfigError([f"{doing}: it must be a whole number"])
+    try:
+        return evolve(config, count=count)
+    except (TypeError, ValueError) as error:
+        raise ConfigError([f"{doing}: {error}"]) from error
 
 
 def _refuse_failures(slots: Sequence[EngineSlot]) -> None:

@@ -94,11 +94,10 @@ class EngineSlot:
         self._membership = membership
         self._events = events
         self._first_epoch = first_epoch
-        self._admitted = trio.Event()
+        self._is_admitted = not held
         self._retired = trio.Event()
+        self._finished = trio.Event()  # retired, and no request is left here
         self.loop = make_loop(EngineId(name, first_epoch), rank, self._lost)
-        if not held:
-            self.admit()
 
     def __repr__(self) -> str:
         return f"<EngineSlot {self.name}: {self.state}, {self.restarts} restarts, {self.loop!r}>"
@@ -116,8 +115,7 @@ class EngineSlot:
     async def live(self, number: int) -> None:
         """Live once: a life of the supervisor's. Ends well only when the engine was retired."""
         if self._retired.is_set():
-            self.state = EngineState.DOWN
-            self.loop.ended.set()  # it may never have run, and somebody waits for its end
+            self.end()
             return
         if number:
             self.restarts += 1
@@ -131,6 +129,7 @@ class EngineSlot:
             self._membership.forget(loop.engine)
             if self._retired.is_set():
                 self.state = EngineState.DOWN
+                self._note_finish()
         if loop.cause is not None and not self._retired.is_set():
             self.state = EngineState.STARTING
             raise loop.cause
@@ -140,26 +139,46 @@ class EngineSlot:
         self.state = EngineState.DOWN
         self.last_error = error
         self._events.emit(EventKind.ENGINE_DOWN, engine=self.engine, detail=describe(error))
-        self._membership.dismiss(self.name)
+        if self._is_admitted:  # else the name may be another's, who serves
+            self._membership.dismiss(self.name)
         self.settled.set()
 
     def admit(self) -> None:
-        """Serve, at once or as soon as ready."""
-        self._admitted.set()
+        """Serve, at once if ready, else as soon as that."""
+        if not self._is_admitted:
+            self._is_admitted = True
+            if self.state is EngineState.READY:
+                self._join()
 
     def retire(self) -> None:
-        """Take no more requests, finish those there are, and live no more after that."""
+        """Take no more requests, finish those there are, and live no more after that. Idempotent.
+
+        One that is down stays so.
+        """
         self._retired.set()
-        self.state = EngineState.DRAINING
+        if self.state is not EngineState.DOWN:
+            self.state = EngineState.DRAINING
         self._membership.leave(self.engine, lost=False)
         self.loop.inbox.close()
         self.settled.set()
+        self._note_finish()
 
     async def wait_retired(self, deadline: float) -> None:
-        """After `retire`: wait until all is finished; at the deadline, what is left is lost."""
+        """After `retire`: wait until all is finished; at the deadline, what is left is lost.
+
+        A life that is lost already holds no requests: nobody waits for the end of its step.
+        """
         with trio.move_on_at(deadline):
-            await self.loop.ended.wait()
-        self.loop.lose(EngineLost(f"engine {self.engine} was retired", engine=self.engine))
+            await self._finished.wait()
+        if not self._finished.is_set():
+            self.loop.lose(EngineLost(f"engine {self.engine} was retired", engine=self.engine))
+
+    def end(self) -> None:
+        """There will be no more lives, and none is under way; whoever waits need not any more."""
+        self.state = EngineState.DOWN
+        self.loop.ended.set()  # it may never have run
+        self.settled.set()
+        self._note_finish()
 
     @property
     def hangs(self) -> bool:
@@ -203,10 +222,6 @@ class EngineSlot:
         if self.state is not EngineState.STARTING or loop.cause is not None:
             return  # drained or lost before it was ready
         self.state = EngineState.READY
-
-        def make_link(flights: Flights) -> LocalLink:
-            return LocalLink(loop.engine, loop.inbox, flights.deliver)
-
         limits, detail = loop.core.limits, f"restart {self.restarts}, " if self.restarts else ""
         detail += (
             f"{limits.num_blocks} blocks of {limits.block_size} tokens, at most "
@@ -214,9 +229,20 @@ class EngineSlot:
         )
         self._events.emit(EventKind.ENGINE_READY, engine=loop.engine, detail=detail)
         self.settled.set()
-        await self._admitted.wait()
-        if not self._retired.is_set():
-            self._membership.join(loop.engine, self.rank, make_link)
+        if self._is_admitted:
+            self._join()
+
+    def _join(self) -> None:
+        loop = self.loop
+
+        def make_link(flights: Flights) -> LocalLink:
+            return LocalLink(loop.engine, loop.inbox, flights.deliver)
+
+        self._membership.join(loop.engine, self.rank, make_link)
+
+    def _note_finish(self) -> None:
+        if self._retired.is_set() and (self.loop.cause or self.loop.ended.is_set()):
+            self._finished.set()
 
     @trio.lowlevel.enable_ki_protection
     async def _watch(self, loop: BusyLoop, life: trio.CancelScope) -> None:
@@ -270,3 +296,4 @@ class EngineSlot:
                 self._membership.leave(peer.engine, lost=False)
         self._events.emit(EventKind.ENGINE_LOST, engine=engine, detail=describe(error))
         self._membership.leave(engine, lost=True)
+        self._note_finish()
