@@ -359,6 +359,17 @@ def test_the_integrity_check_finds_queues_that_lie(make_core: MakeCore, ask: Ask
         core.check()
 
 
+def test_the_integrity_check_finds_a_wrong_count_of_waiting_tokens(
+    make_core: MakeCore, ask: Ask
+) -> None:
+    core = make_core(max_num_seqs=1)
+    core.add(ask("a"))
+    core.check()
+    core._scheduler._waiting_tokens += 1
+    with pytest.raises(InternalError, match="tokens wait, by a wrong count"):
+        core.check()
+
+
 # --- limits
 
 
