@@ -282,7 +282,7 @@ def _resized(config: EngineGroupConfig, count: int) -> EngineGroupConfig:
         raise ConfigError([f"{doing}: it must be a whole number"])
     try:
         return evolve(config, count=count)
-    except (TypeError, ValueError) as error:
+    except ConfigError as error:
         raise ConfigError([f"{doing}: {error}"]) from error
 
 
