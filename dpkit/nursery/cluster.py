@@ -42,7 +42,7 @@ from dpkit.nursery.eventwriter import EventWriter
 from dpkit.nursery.fanin import StatsFanIn
 from dpkit.nursery.membership import Membership
 from dpkit.nursery.reload import make_plan, prepare
-from dpkit.nursery.roster import Roster
+from dpkit.nursery.roster import Roster, refuse_no_time
 from dpkit.nursery.services import open_services
 
 if TYPE_CHECKING:
@@ -174,6 +174,7 @@ class Cluster:
             ScalingFailed: a new engine did not come up.
             ClusterClosed: the cluster has been left, or is meanwhile.
         """
+        refuse_no_time(deadline)
         async with self._changing:
             self._roster.refuse_closed()
             try:
@@ -204,6 +205,7 @@ class Cluster:
                 did not come up. ClusterClosed: the cluster has been left, or is meanwhile. What
                 making a policy raises. In each case nothing has changed.
         """
+        refuse_no_time(deadline)
         async with self._changing:
             self._roster.refuse_closed()
             if not (plan := self.plan(config)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from attrs import define, evolve
@@ -274,6 +275,12 @@ def refuse_few(left: int, min_ready: int, doing: str) -> None:
     if left < min_ready:
         few = f"{left} engines that are not down would be left"
         raise ConfigError([f"{doing}: {few}, and cluster.min_ready is {min_ready}"])
+
+
+def refuse_no_time(deadline: object) -> None:
+    """Refuse a deadline that is none, before engines leave by it."""
+    if not isinstance(deadline, float | int) or math.isnan(deadline):
+        raise ConfigError([f"deadline must be a time on Trio's clock, not {deadline!r}"])
 
 
 def _resized(config: EngineGroupConfig, count: int) -> EngineGroupConfig:

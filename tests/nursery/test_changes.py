@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -256,4 +257,6 @@ async def test_a_count_of_another_kind_is_refused(autojump_clock: object, count:
         async with open_cluster(make()) as cluster:
             with pytest.raises(ConfigError, match="cannot scale engine to"):
                 await cluster.scale("engine", count)
+            with pytest.raises(ConfigError, match="deadline must be"):
+                await cluster.scale("engine", 2, deadline=math.nan)
             assert engines(cluster) == ["engine-0"]
