@@ -26,7 +26,9 @@ class FanInStatistics:
     overwritten: int
     """Newer stats of the same engine arrived before the coordinator looked."""
     stale: int
-    """Older or repeated (epoch, seq): ignored."""
+    """Older or repeated messages of one life: ignored. They should not happen in one process."""
+    ended_lives: int = 0
+    """Of a life that another one has followed, and that is finishing what it has: ignored."""
 
 
 class StatsFanIn:
@@ -39,7 +41,7 @@ class StatsFanIn:
         self._pending: dict[tuple[object, ...], EngineStats] = {}
         self._newest: dict[str, EngineStats] = {}
         self._lot = trio.lowlevel.ParkingLot()
-        self._received = self._overwritten = self._stale = 0
+        self._received = self._overwritten = self._stale = self._ended_lives = 0
 
     def publish(self, stats: EngineStats) -> None:
         """Send stats to the engine's slot; never blocks."""
@@ -50,7 +52,10 @@ class StatsFanIn:
         self._received += 1
         newest = self._newest.get(stats.engine.name)
         if newest is not None and _age(stats) <= _age(newest):
-            self._stale += 1
+            if stats.engine.epoch < newest.engine.epoch:
+                self._ended_lives += 1
+            else:
+                self._stale += 1
             return
         self._newest[stats.engine.name] = stats
         slot = self._slot(stats)
@@ -90,7 +95,10 @@ class StatsFanIn:
     def statistics(self) -> FanInStatistics:
         """Counts since the channel was made."""
         return FanInStatistics(
-            received=self._received, overwritten=self._overwritten, stale=self._stale
+            received=self._received,
+            overwritten=self._overwritten,
+            stale=self._stale,
+            ended_lives=self._ended_lives,
         )
 
 

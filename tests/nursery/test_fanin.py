@@ -44,7 +44,8 @@ def test_a_new_life_begins_its_numbers_anew_and_the_old_one_is_not_heard_again()
     fanin.publish(_stats(seq=1, epoch=1))
     fanin.publish(_stats(seq=91))
     assert fanin.receive_nowait() == (_stats(seq=1, epoch=1),)
-    assert fanin.statistics().stale == 1
+    assert fanin.statistics().ended_lives == 1
+    assert fanin.statistics().stale == 0
 
 
 def test_ordered_messages_stay_in_arrival_order_one_per_engine_and_step() -> None:
