@@ -232,8 +232,12 @@ def test_ctrl_c_while_a_command_works_is_130() -> None:
 
 def test_make_help_lists_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    done = subprocess.run(
-        ["/usr/bin/env", "make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    done = subprocess.run(  # itself run by make, most often, which would tell where it is
+        ["/usr/bin/env", "make", "--no-print-directory", "help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
     assert listed["run"] == "the main job: two engines answer four prompts"
