@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dpkit.abc import Tokenizer
+    from dpkit.balancer.admission import AdmissionStatistics
     from dpkit.balancer.ledger import Ledger
     from dpkit.messages import Completion, EngineId, SamplingParams
     from dpkit.nursery.flight import RequestStatistics
@@ -41,6 +42,8 @@ class ClientStatistics:
     """Requests that wait for a place."""
     requests: tuple[RequestStatistics, ...]
     """Each of those, oldest first."""
+    admission: AdmissionStatistics
+    """The queue: who waits, by tenant; how many were refused."""
     started: int
     """Requests admitted."""
     causes: Mapping[Cause, int]
@@ -161,6 +164,7 @@ class Client:
             inflight=self._ledger.statistics().by_engine,
             queued=flights.queued,
             requests=flights.statistics(),
+            admission=flights.admission(),
             started=flights.started,
             causes=dict(flights.causes),
             retried=flights.retried,

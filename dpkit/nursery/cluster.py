@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from dpkit.abc import Policy
     from dpkit.balancer.coordinator import CoordinatorStatistics
+    from dpkit.balancer.health import HealthStatistics
     from dpkit.messages import Snapshot
     from dpkit.nursery.build import Models
     from dpkit.nursery.client import Client, ClientStatistics
@@ -71,6 +72,9 @@ class ClusterStatistics:
     """Since its last restart."""
     coordinator_restarts: int
     fanin: FanInStatistics
+    health: HealthStatistics
+    events_lost: int
+    """Events that the log file missed: the writer was too slow, or the disk would not have them."""
 
 
 class Cluster:
@@ -80,6 +84,7 @@ class Cluster:
         self.config = config
         self.events = EventLog()
         """What happened: engines that come and go, requests that end."""
+        self._writer: EventWriter | None = None
         self._started = False
         self._services: Services | None = None
         self._changing = trio.Lock()  # scale and apply: one after the other
@@ -123,6 +128,8 @@ class Cluster:
             coordinator=self._rules.statistics(),
             coordinator_restarts=self._coordinator.restarts,
             fanin=self._fanin.statistics(),
+            health=self._membership.statistics(),
+            events_lost=self.events.dropped + (self._writer.lost if self._writer else 0),
         )
 
     def audit(self) -> tuple[str, ...]:
@@ -244,9 +251,9 @@ class Cluster:
         """Start the coordinator, the timers and all engines."""
         self._services = services
         if (path := self.config.log.events) is not None:
-            writer = EventWriter(self.events, Path(path))
-            services.stop_with(writer.flush)  # added first, so last to run: engines end before logs
-            services.start_soon(writer.run, name="event writer")
+            self._writer = EventWriter(self.events, Path(path))
+            services.stop_with(self._writer.flush)  # first in, last out: engines end before logs
+            services.start_soon(self._writer.run, name="event writer")
         services.stop_with(self._stop)
         services.start_soon(self._coordinator.run, name="coordinator")
         services.start_soon(self._membership.keep_time, name="ejection timer")

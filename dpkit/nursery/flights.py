@@ -25,6 +25,7 @@ from dpkit.nursery.inbox import duplicate
 
 if TYPE_CHECKING:
     from dpkit.abc import EngineLink, Policy
+    from dpkit.balancer.admission import AdmissionStatistics
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
     from dpkit.errors import DpkitError
     from dpkit.messages import EngineId, EngineOutput, Snapshot
@@ -79,6 +80,10 @@ class Flights:
         self._queue.max_queued = limits.max_queued
         if policy is not None:
             self._dispatch.use(policy)
+
+    def admission(self) -> AdmissionStatistics:
+        """The queue, now and since the start."""
+        return self._queue.statistics()
 
     def statistics(self) -> tuple[RequestStatistics, ...]:
         """Every request under way, oldest first."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dpkit.abc import EngineLink
     from dpkit.balancer.coordinator import CoordinatorRules
-    from dpkit.balancer.health import Ejection, Health
+    from dpkit.balancer.health import Ejection, Health, HealthStatistics
     from dpkit.messages import EngineId
     from dpkit.nursery.flights import Flights
 
@@ -38,6 +38,7 @@ class Membership:
         self._ranks: dict[EngineId, int] = {}
         self._offered: set[EngineId] = set()
         self._timer = trio.lowlevel.ParkingLot()
+        self._looked_at = 0.0
 
     def __repr__(self) -> str:
         return f"<Membership: {len(self._offered)} of {len(self._ranks)} engines may be picked>"
@@ -55,6 +56,10 @@ class Membership:
         self._rules = rules
         for engine, rank in self._ranks.items():
             rules.on_engine_started(trio.current_time(), engine, rank)
+
+    def statistics(self) -> HealthStatistics:
+        """Engines by health, as of the last change; answers also when Trio is gone."""
+        return self._health.statistics(self._looked_at)
 
     def use(self, rules: Ejection) -> None:
         """Judge by new rules from now on."""
@@ -134,7 +139,7 @@ class Membership:
         All views first: a client that places its requests may send the one probe that an engine on
         probation gets, which takes it out of the views of those that come after.
         """
-        now = trio.current_time()
+        now = self._looked_at = trio.current_time()
         pickable = {engine for engine in self._ranks if self._health.may_pick(engine, now)}
         for engine in sorted(self._offered - pickable):
             self._withdraw(engine)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import trio
+import trio.testing
 
 import dpkit
 from dpkit.messages import EngineId
@@ -52,3 +56,27 @@ async def test_every_request_under_way_is_told_of(autojump_clock) -> None:
                 assert second.age_s == 0.0
                 assert first.age_s == 1.0
         assert client.statistics().requests == ()
+
+
+async def test_refusals_and_ejections_are_told(autojump_clock) -> None:
+    config = dpkit.parse_config("""
+        [[engines]]
+        model = "cost:h100-8b"
+        count = 2
+        [admission]
+        max_inflight = 1
+        max_queued = 1
+    """)
+    async with dpkit.open_cluster(config) as cluster, trio.open_nursery() as nursery:
+        for tenant in ("ada", "grace"):
+            nursery.start_soon(partial(cluster.client.complete, "hi", tenant=tenant))
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(dpkit.Overloaded):
+            await cluster.client.complete("one too many")
+        admission = cluster.client.statistics().admission
+        assert (admission.queued, admission.refused) == (1, 1)
+        assert sum(admission.queued_by_tenant.values()) == 1
+        health = cluster.statistics().health
+        assert (health.serving, health.ejected, health.probes) == (2, 0, 0)
+        assert cluster.statistics().events_lost == 0
+        nursery.cancel_scope.cancel()
