@@ -65,7 +65,7 @@ class BusyLoop:
         self.ready = trio.Event()
         self.ended = trio.Event()
         self.step_started_at: float | None = None
-        """When the step under way began; None between steps. What a watchdog looks at."""
+        """When the step under way, or the allocation before the first, began; for a watchdog."""
         self.cause: Exception | None = None
         """Why this life is over, once it is lost."""
         self._index = index
@@ -94,6 +94,7 @@ class BusyLoop:
             comes out of here.
         """
         limits = self.core.limits
+        self.step_started_at = trio.current_time()  # to allocate may hang as well as any step
         try:
             async with open_runner(
                 self._model,
@@ -102,6 +103,7 @@ class BusyLoop:
                 name=str(self.engine),
                 patience=self._patience,
             ) as runner:
+                self.step_started_at = None
                 self.ready.set()
                 await self._serve(runner)
         except Exception as error:

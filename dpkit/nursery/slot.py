@@ -250,6 +250,7 @@ class EngineSlot:
 
         A step in a thread cannot be interrupted: then the engine is stuck until it comes back, and
         only its requests go on elsewhere. A simulated step can be, and the next life begins soon.
+        So it does after an allocation that hangs, whose thread is left behind: a start must end.
         """
         try:
             await self._wait_for_hang(loop)
@@ -260,14 +261,17 @@ class EngineSlot:
             raise
         self.state = EngineState.STUCK
         self._events.emit(EventKind.ENGINE_STUCK, engine=loop.engine)
+        what = "a step" if loop.ready.is_set() else "to allocate its KV cache"
         loop.lose(
             EngineLost(
-                f"engine {loop.engine} is stuck: a step has taken more than "
+                f"engine {loop.engine} is stuck: {what} has taken more than "
                 f"{self._step_timeout:g} s (supervision.step_timeout)",
                 engine=loop.engine,
             )
         )
-        if loop.is_interruptible:
+        if not loop.ready.is_set():
+            loop.abandon()
+        if loop.is_interruptible or not loop.ready.is_set():
             life.cancel()
 
     async def _wait_for_hang(self, loop: BusyLoop) -> None:
