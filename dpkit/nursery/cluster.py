@@ -157,7 +157,11 @@ class Cluster:
         Args:
             deadline: When those still under way are aborted, on Trio's clock; their cause is
                 `drain`.
+
+        Raises:
+            ConfigError: the deadline is no moment; nothing has changed.
         """
+        refuse_no_time(deadline)
         self.events.emit(EventKind.DRAINING)
         for flights in self._flights:
             flights.refuse(Draining)
@@ -191,15 +195,15 @@ class Cluster:
                 self.config = evolve(self.config, engines=tuple(group.config for group in groups))
             self.events.emit(EventKind.SCALED, detail=f"{name}: {count} engines")
 
-    def plan(self, config: Config) -> Plan:
-        """What `apply` would change.
+    def plan(self, config: Config | str | Path) -> Plan:
+        """What `apply` would change; takes a loaded config, or the path of a TOML file.
 
         Raises:
             ConfigError: the config asks for what a running cluster cannot change.
         """
-        return make_plan(self.config, config)
+        return make_plan(self.config, as_config(config))
 
-    async def apply(self, config: Config, *, deadline: float = math.inf) -> Plan:
+    async def apply(self, config: Config | str | Path, *, deadline: float = math.inf) -> Plan:
         """Change the running cluster to a new config, as a whole or not at all.
 
         New and changed engines come up beside the old ones; when all are ready, settings and
@@ -213,6 +217,7 @@ class Cluster:
                 making a policy raises. In each case nothing has changed.
         """
         refuse_no_time(deadline)
+        config = as_config(config)
         async with self._changing:
             self._roster.refuse_closed()
             if not (plan := self.plan(config)):
@@ -333,8 +338,7 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
     """
     if type(clients) is not int or clients < 1:
         raise ValueError(f"clients must be a whole number from 1 on, not {clients!r}")
-    if not isinstance(config, Config):
-        config = load_config(config)
+    config = as_config(config)
     cluster = Cluster(config, await load_models(config), clients=clients)
     async with open_services(grace=config.cluster.grace, failure=cluster.failure) as services:
         cluster.start(services)
@@ -344,3 +348,8 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
             yield cluster
         finally:
             cluster.close()
+
+
+def as_config(config: Config | str | Path) -> Config:
+    """A loaded config as it is, a path as what its file says."""
+    return config if isinstance(config, Config) else load_config(config)

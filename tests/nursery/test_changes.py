@@ -24,6 +24,7 @@ from tests.nursery.lab import Timed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from dpkit.abc import Model
     from dpkit.config.schema import Config
@@ -260,3 +261,20 @@ async def test_a_count_of_another_kind_is_refused(autojump_clock: object, count:
             with pytest.raises(ConfigError, match="deadline must be"):
                 await cluster.scale("engine", 2, deadline=math.nan)
             assert engines(cluster) == ["engine-0"]
+
+
+@pytest.mark.parametrize("deadline", [None, "x", float("nan")])
+async def test_a_drain_to_no_moment_changes_nothing(autojump_clock: object, deadline: Any) -> None:
+    async with open_cluster(parse_config('[[engines]]\nmodel = "echo"\n')) as cluster:
+        with pytest.raises(ConfigError):
+            await cluster.drain(deadline)
+        assert (await cluster.client.complete("still here")).text == "still here"
+
+
+async def test_a_file_can_be_applied_by_its_path(autojump_clock: object, tmp_path: Path) -> None:
+    path = tmp_path / "dpkit.toml"
+    path.write_text('[[engines]]\nmodel = "echo"\ncount = 2\n')
+    async with open_cluster(parse_config('[[engines]]\nmodel = "echo"\n')) as cluster:
+        assert str(cluster.plan(path)) == "engines.engine: 1 → 2 engines"
+        await cluster.apply(str(path))
+        assert len(cluster.statistics().engines) == 2
