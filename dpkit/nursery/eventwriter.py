@@ -1,5 +1,7 @@
 """The event log as a file: one JSON object a line, appended as things happen.
 
+A line has the time of day (`time`, UTC) and Trio's (`at`, seconds, as in the events themselves).
+
 A disk that is full or a path that cannot be written costs events, never requests: the writer says
 so once, counts what it lost, and tries again every minute. Owns nothing but the path: the file is
 opened for each batch, so it may be rotated at any time.
@@ -9,6 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import trio
@@ -32,6 +36,8 @@ class EventWriter:
         """Events that could not be written."""
         self._events = events
         self._path = path
+        # Trio's clock has no meaning outside its run; a line in a file must have one.
+        self._epoch = time.time() - trio.current_time()
         self._failing = False
 
     async def run(self) -> None:
@@ -60,11 +66,15 @@ class EventWriter:
 
     def _append(self, events: Iterable[Event]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(_fields(event))}\n" for event in events)
+            file.writelines(f"{json.dumps(self._fields(event))}\n" for event in events)
+
+    def _fields(self, event: Event) -> dict[str, object]:
+        """What an event says; what it leaves unsaid is left out."""
+        moment = datetime.fromtimestamp(self._epoch + event.at, UTC)
+        return {"time": moment.isoformat(timespec="microseconds")} | _said(event)
 
 
-def _fields(event: Event) -> dict[str, object]:
-    """What an event says; what it leaves unsaid is left out."""
+def _said(event: Event) -> dict[str, object]:
     said = {
         "at": event.at,
         "event": event.kind,

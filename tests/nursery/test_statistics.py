@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime
 from functools import partial
 
 import pytest
@@ -80,3 +82,21 @@ async def test_refusals_and_ejections_are_told(autojump_clock) -> None:
         assert (health.serving, health.ejected, health.probes) == (2, 0, 0)
         assert cluster.statistics().events_lost == 0
         nursery.cancel_scope.cancel()
+
+
+async def test_the_event_log_tells_the_time_of_day(tmp_path) -> None:
+    path = tmp_path / "events.jsonl"
+    config = dpkit.parse_config(f"""
+        [[engines]]
+        model = "echo"
+        [log]
+        events = "{path}"
+    """)
+    began = datetime.now(UTC)
+    async with dpkit.open_cluster(config) as cluster:
+        await cluster.client.complete("hi", request_id="a")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["engine_ready", "request_ended"]
+    assert lines[1]["request_id"] == "a"
+    assert all(began <= datetime.fromisoformat(line["time"]) for line in lines)
+    assert lines[0]["at"] <= lines[1]["at"]
