@@ -13,10 +13,9 @@ from dpkit.cli.words import plural, show_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dpkit.engine.core import EngineCoreStatistics
     from dpkit.messages import Completion
     from dpkit.nursery.cluster import ClusterStatistics
-    from dpkit.nursery.slot import EngineStatistics
+    from dpkit.nursery.slot import EngineStatistics, EngineTotals
 
 _MOST_ROWS = 32  # engines that fill a screen; of more, a row for each group
 
@@ -74,8 +73,9 @@ def json_report(cluster: ClusterStatistics, tally: Tally) -> str:
         {
             "engine": engine.engine.name,
             "model": engine.model,
-            "requests": _requests(engine.core),
             **asdict(engine.core),
+            **asdict(engine.totals),
+            "restarts": engine.restarts,
         }
         for engine in cluster.engines
     ]
@@ -103,26 +103,21 @@ def table_report(cluster: ClusterStatistics, tally: Tally) -> str:
 def _rows(engines: tuple[EngineStatistics, ...]) -> Iterator[tuple[str, ...]]:
     if len(engines) <= _MOST_ROWS:
         for engine in engines:
-            yield _row(engine.engine.name, [engine.core])
+            yield _row(engine.engine.name, [engine.totals])
         return
     for group, members in groupby(engines, key=lambda each: each.engine.name.rpartition("-")[0]):
-        cores = [member.core for member in members]
-        yield _row(f"{group}-0 … {group}-{len(cores) - 1}" if len(cores) > 1 else group, cores)
+        totals = [member.totals for member in members]
+        yield _row(f"{group}-0 … {group}-{len(totals) - 1}" if len(totals) > 1 else group, totals)
 
 
-def _row(name: str, cores: list[EngineCoreStatistics]) -> tuple[str, ...]:
+def _row(name: str, totals: list[EngineTotals]) -> tuple[str, ...]:
     return (
         name,
-        str(sum(map(_requests, cores))),
-        str(sum(core.output_tokens for core in cores)),
-        f"{max(core.peak_kv_usage for core in cores):.1%}",
-        str(sum(core.preemptions for core in cores)),
+        str(sum(each.requests for each in totals)),
+        str(sum(each.output_tokens for each in totals)),
+        f"{max(each.peak_kv_usage for each in totals):.1%}",
+        str(sum(each.preemptions for each in totals)),
     )
-
-
-def _requests(core: EngineCoreStatistics) -> int:
-    """Those that were served; one that can never fit is none of them."""
-    return core.requests_finished + core.requests_aborted
 
 
 def _summary(tally: Tally) -> str:

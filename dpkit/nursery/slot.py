@@ -37,6 +37,26 @@ SECOND_LOOK_S = 1.0
 
 
 @frozen(kw_only=True)
+class EngineTotals:
+    """What an engine has done in all its lives."""
+
+    requests: int = 0
+    """Finished or aborted; one that went on elsewhere counts on each engine."""
+    output_tokens: int = 0
+    preemptions: int = 0
+    peak_kv_usage: float = 0.0
+
+    def and_life(self, core: EngineCoreStatistics) -> EngineTotals:
+        """These, and what one life more has done so far."""
+        return EngineTotals(
+            requests=self.requests + core.requests_finished + core.requests_aborted,
+            output_tokens=self.output_tokens + core.output_tokens,
+            preemptions=self.preemptions + core.preemptions,
+            peak_kv_usage=max(self.peak_kv_usage, core.peak_kv_usage),
+        )
+
+
+@frozen(kw_only=True)
 class EngineStatistics:
     """One engine at one moment. `core` counts since the birth of its present life."""
 
@@ -48,6 +68,7 @@ class EngineStatistics:
     """Of the life before, or of the last one of an engine that is down."""
     report: StepReport
     core: EngineCoreStatistics
+    totals: EngineTotals
 
 
 class EngineSlot:
@@ -96,6 +117,7 @@ class EngineSlot:
         self._first_epoch = first_epoch
         self._is_admitted = not held
         self._retired = trio.Event()
+        self._past = EngineTotals()  # of the lives before the present one
         self._finished = trio.Event()  # retired, and no request is left here
         self.loop = make_loop(EngineId(name, first_epoch), rank, self._lost)
 
@@ -120,6 +142,7 @@ class EngineSlot:
         if number:
             self.restarts += 1
             self.state = EngineState.STARTING
+            self._past = self._past.and_life(self.loop.core.statistics())
             engine = EngineId(self.name, self._first_epoch + number)
             self.loop = self._make_loop(engine, self.rank, self._lost)
         loop = self.loop
@@ -193,6 +216,7 @@ class EngineSlot:
     def statistics(self) -> EngineStatistics:
         """All about this engine, now."""
         error = self.last_error
+        core = self.loop.core.statistics()
         return EngineStatistics(
             engine=self.engine,
             model=self._model,
@@ -200,7 +224,8 @@ class EngineSlot:
             restarts=self.restarts,
             last_error=None if error is None else describe(error),
             report=self.loop.report(),
-            core=self.loop.core.statistics(),
+            core=core,
+            totals=self._past.and_life(core),
         )
 
     async def _run(self, loop: BusyLoop) -> None:

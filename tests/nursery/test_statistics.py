@@ -11,6 +11,7 @@ import trio
 import trio.testing
 
 import dpkit
+from dpkit.engine.models.echo import EchoModel
 from dpkit.messages import EngineId
 
 # A step of h100-8b takes 6.6 ms and a little more per token; a prompt of 4 blocks is one chunk.
@@ -100,3 +101,33 @@ async def test_the_event_log_tells_the_time_of_day(tmp_path) -> None:
     assert lines[1]["request_id"] == "a"
     assert all(began <= datetime.fromisoformat(line["time"]) for line in lines)
     assert lines[0]["at"] <= lines[1]["at"]
+
+
+class CrashesAtStepSix(EchoModel):
+    """Fails once."""
+
+    steps = 0
+
+    def execute(self, batch, cache):
+        CrashesAtStepSix.steps += 1
+        if CrashesAtStepSix.steps == 6:
+            raise RuntimeError("boom")
+        return super().execute(batch, cache)
+
+
+async def test_totals_count_all_lives_of_an_engine(autojump_clock) -> None:
+    CrashesAtStepSix.steps = 0
+    config = dpkit.parse_config(f"""
+        [[engines]]
+        model = "{__name__}:CrashesAtStepSix"
+        [admission]
+        resume = true
+    """)
+    async with dpkit.open_cluster(config) as cluster:
+        done = await cluster.client.complete("ten tokens")
+        assert done.text == "ten tokens"
+        [engine] = cluster.statistics().engines
+        assert engine.restarts == 1
+        assert engine.core.output_tokens == 6, "the present life's"
+        assert engine.totals.output_tokens == len(done.token_ids) == 11
+        assert engine.totals.requests == 2, "lost once, and finished once"
