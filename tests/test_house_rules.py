@@ -25,6 +25,7 @@ LAYERS = [
     ["dpkit.config", "dpkit.engine", "dpkit.balancer"],
     [
         "dpkit.nursery.context",
+        "dpkit.nursery.limits",
         "dpkit.nursery.services",
         "dpkit.nursery.supervisor",
         "dpkit.nursery.events",

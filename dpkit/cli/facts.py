@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from dpkit.config.rules import has_weights
-from dpkit.engine.limits import BadLimit, resolve_limits
+from dpkit.engine.limits import BadLimit
 from dpkit.engine.models import load_model
 from dpkit.errors import ConfigError, DpkitError, ModelNotFound
+from dpkit.nursery.limits import limits_of
 
 if TYPE_CHECKING:
     from dpkit.config.schema import EngineGroupConfig
@@ -91,7 +92,7 @@ def bad_limit(group: EngineGroupConfig) -> BadLimit | None:
     """What of a group's limits its model cannot do, as far as that is known without a start."""
     try:
         if (spec := _spec(group)) is not None:
-            _limits(group, spec)
+            limits_of(group, spec)
     except BadLimit as error:
         return error
     except (DpkitError, ModuleNotFoundError):
@@ -108,7 +109,7 @@ def _look_up(
         spec = _spec(group)
         if spec is None:
             return None, None, "it is your own class, which is not loaded to explain a file"
-        return spec, _limits(group, spec), None
+        return spec, limits_of(group, spec), None
     except ConfigError as error:
         return spec, None, f"it would not start: {error}"
     except ModelNotFound as error:
@@ -140,19 +141,6 @@ def _spec(group: EngineGroupConfig) -> ModelSpec | None:
     path = locate(model)
     dtype = resolve_dtype(group.dtype, group.quant)
     return model_spec(read_shape(path, read_model_config(path)), dtype=dtype)
-
-
-def _limits(group: EngineGroupConfig, spec: ModelSpec) -> EngineLimits:
-    return resolve_limits(
-        spec,
-        max_num_seqs=group.scheduler.max_num_seqs,
-        max_num_batched_tokens=group.scheduler.max_num_batched_tokens,
-        block_size=group.kv.block_size,
-        num_blocks=group.kv.num_blocks,
-        memory=group.kv.memory,
-        prefix_cache=group.kv.prefix_cache,
-        within=f"engines.{group.name}",
-    )
 
 
 def _kv_facts(

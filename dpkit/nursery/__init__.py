@@ -1,6 +1,7 @@
 """The structured-concurrency heart; docs/nursery.md draws the tree.
 
-* the tree: `cluster`, built by `build`, on `services` (tasks that outlive the body) and `context`
+* the tree: `cluster`, built by `build` and `limits`, on `services` (tasks that outlive the body)
+  and `context`
 * an engine: `roster` (all of them), `slot` (one place), `supervisor` (its lives), `busyloop` (one
   life), `runner` (where steps run), `inbox`, `membership` (who may be picked), `reload`
 * a request: `client`, `requests` and `prompts` (making it), `stream` and `mailbox` (reading it),

@@ -14,7 +14,6 @@ from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
 from dpkit.engine.core import EngineCore
-from dpkit.engine.limits import resolve_limits
 from dpkit.engine.models import load_model, load_tokenizer, loads_at_once
 from dpkit.engine.publish import PublishGate
 from dpkit.nursery.busyloop import BusyLoop
@@ -22,6 +21,7 @@ from dpkit.nursery.client import Client
 from dpkit.nursery.flight import Limits
 from dpkit.nursery.flights import Flights
 from dpkit.nursery.inbox import Inbox
+from dpkit.nursery.limits import limits_of
 from dpkit.nursery.slot import EngineSlot
 from dpkit.nursery.supervisor import Restarts
 
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from dpkit.abc import Model, Policy
     from dpkit.config.schema import Config, EngineGroupConfig
-    from dpkit.engine.limits import EngineLimits
-    from dpkit.messages import EngineId, ModelSpec
+    from dpkit.messages import EngineId
     from dpkit.names import Dtype, Quant
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.fanin import StatsFanIn
@@ -84,19 +83,6 @@ def restarts(group: EngineGroupConfig) -> Restarts:
     )
 
 
-def _limits_of(group: EngineGroupConfig, spec: ModelSpec) -> EngineLimits:
-    return resolve_limits(
-        spec,
-        max_num_seqs=group.scheduler.max_num_seqs,
-        max_num_batched_tokens=group.scheduler.max_num_batched_tokens,
-        block_size=group.kv.block_size,
-        num_blocks=group.kv.num_blocks,
-        memory=group.kv.memory,
-        prefix_cache=group.kv.prefix_cache,
-        within=f"engines.{group.name}",
-    )
-
-
 class Builder:
     """Makes the parts of one cluster, all wired to the same membership, fan-in and events."""
 
@@ -145,7 +131,7 @@ class Builder:
         self, group: EngineGroupConfig
     ) -> Callable[[EngineId, int, Callable[[Exception], None]], BusyLoop]:
         model = self._models[model_key(group)]
-        limits = _limits_of(group, model.spec)
+        limits = limits_of(group, model.spec)
         coordinator = self._config.coordinator
 
         def make(engine: EngineId, rank: int, on_lost: Callable[[Exception], None]) -> BusyLoop:
