@@ -46,6 +46,7 @@ LAYERS = [
         "dpkit.nursery.stream",
         "dpkit.nursery.client",
         "dpkit.nursery.build",
+        "dpkit.nursery.audit",
         "dpkit.nursery.roster",
         "dpkit.nursery.dump",
         "dpkit.nursery.reload",

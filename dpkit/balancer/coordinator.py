@@ -95,6 +95,10 @@ class CoordinatorRules:
         """Seconds until `publish`, unless a message comes first; never negative."""
         return max(0.0, self._due_at - now)
 
+    def load(self, index: int) -> Row:
+        """What is known of one engine: waiting, running, KV usage."""
+        return self._loads[index]
+
     def on_stats(self, now: float, stats: EngineStats) -> None:
         """Take one engine's counts."""
         if not 0 <= stats.index < len(self._loads):

@@ -16,15 +16,15 @@ class PublishGate:
     """
 
     kv_publish_delta: float  # vLLM compares counts only and so never shows KV growing in decodes
-    _counts: tuple[int, int] = field(default=(0, 0), init=False)
+    counts: tuple[int, int] = field(default=(0, 0), init=False)
     _kv: float = field(default=0.0, init=False)
 
     def due(self, running: int, waiting: int, kv_cache_usage: float) -> bool:
         """Whether to publish now; True counts as published."""
         moved = abs(kv_cache_usage - self._kv)
-        changed = (running, waiting) != self._counts
+        changed = (running, waiting) != self.counts
         if not changed and not 0.0 < moved >= self.kv_publish_delta - _ROUNDING:
             return False
-        self._counts = (running, waiting)
+        self.counts = (running, waiting)
         self._kv = kv_cache_usage
         return True

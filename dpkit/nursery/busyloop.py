@@ -235,6 +235,21 @@ class BusyLoop:
         return f"{type(self._model).__module__}.{type(self._model).__qualname__}"
 
     @property
+    def drained(self) -> int:
+        """Requests taken from the inbox that have not ended."""
+        return len(self._deliver)
+
+    @property
+    def published(self) -> int | None:
+        """Requests that this life last told of; None: it tells nothing."""
+        return None if self._publish is None or self.cause is not None else sum(self._gate.counts)
+
+    def held(self) -> set[str]:
+        """Ids of the requests that are here, drained or not, and whose clients have not left."""
+        drained = {name for name in self._deliver if not self.inbox.is_aborted(name)}
+        return drained.union(self.inbox.queued)
+
+    @property
     def is_interruptible(self) -> bool:
         """Whether a cancellation ends a step: a simulated one, but none that runs in a thread."""
         return self._model.inline

@@ -33,6 +33,7 @@ from dpkit.errors import (
     InternalError,
 )
 from dpkit.names import Cause
+from dpkit.nursery.audit import audit_coordinator, audit_engine
 from dpkit.nursery.build import Builder, load_models
 from dpkit.nursery.context import protected_context
 from dpkit.nursery.coordinator import Coordinator
@@ -133,16 +134,15 @@ class Cluster:
         )
 
     def audit(self) -> tuple[str, ...]:
-        """Every contradiction in the books of clients and engines, in words; empty when all agree.
+        """Every contradiction between clients, engines and coordinator, in words; empty: none.
 
         Walks through all blocks: for tests and for when something looks wrong.
         """
         problems = [problem for client in self.clients for problem in client.audit()]
-        for slot in self._slots:
-            try:
-                slot.loop.core.check()
-            except InternalError as error:
-                problems.append(f"engine {slot.engine}: {error}")
+        for slot in dict.fromkeys([*self._slots, *self._roster.supervised]):
+            problems += audit_engine(slot.loop, self._flights)
+            if slot.engine in self._membership.serving:
+                problems += audit_coordinator(self._rules, self._fanin, slot.engine, slot.rank)
         return tuple(problems)
 
     async def wait_ready(self) -> None:

@@ -85,6 +85,13 @@ class StatsFanIn:
         if self._pending:
             self._lot.unpark()
 
+    def newest_read(self, engine: EngineId) -> EngineStats | None:
+        """The newest stats of a life, if there are any and the receiver has taken them."""
+        stats = self._newest.get(engine.name)
+        if stats is None or stats.engine != engine or self._slot(stats) in self._pending:
+            return None
+        return stats
+
     async def wait_pending(self) -> None:
         """Wait until some engine has published what was not yet received."""
         if self._pending:

@@ -24,6 +24,8 @@ from dpkit.nursery.flight import Flight, cause_of, refusal, too_late, waited_too
 from dpkit.nursery.inbox import duplicate
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dpkit.abc import EngineLink, Policy
     from dpkit.balancer.admission import AdmissionStatistics
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
@@ -80,6 +82,12 @@ class Flights:
         self._queue.max_queued = limits.max_queued
         if policy is not None:
             self._dispatch.use(policy)
+
+    def placed_on(self, engine: EngineId) -> Iterator[str]:
+        """Ids of the requests that one life of an engine has."""
+        for request_id, flight in self._flights.items():
+            if flight.placement is not None and flight.placement.engine == engine:
+                yield request_id
 
     def admission(self) -> AdmissionStatistics:
         """The queue, now and since the start."""

@@ -14,7 +14,7 @@ from attrs import field, frozen
 from dpkit.errors import EngineLost, RequestRejected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
 
@@ -74,6 +74,11 @@ class Inbox:
         else:
             self._aborts[request_id] = None
             self._wake.set()
+
+    @property
+    def queued(self) -> Collection[str]:
+        """Ids of the requests that are still to be drained."""
+        return self._requests.keys()
 
     def is_aborted(self, request_id: str) -> bool:
         """Whether an abort of this id is still to be drained."""
