@@ -128,6 +128,18 @@ class NoEngineReady(DpkitError):  # noqa: N818
     retryable = True
 
 
+class WireError(DpkitError):
+    """A message that cannot be read, or that is too large (the peer's): its connection ends."""
+
+    http_status = 502
+
+
+class LaunchFailed(DpkitError):  # noqa: N818
+    """A process did not come up (the world's); the message has its exit status and last words."""
+
+    http_status = 503
+
+
 class ClusterClosed(DpkitError):  # noqa: N818
     """The cluster was left while a request was being made or awaited (yours)."""
 

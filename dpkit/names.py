@@ -22,6 +22,21 @@ class EngineKind(enum.StrEnum):
     """Where an engine lives."""
 
     LOCAL = "local"  # a task in this process
+    PROCESS = "process"  # a process of its own: what kills or hangs it stays there
+
+
+class Transport(enum.StrEnum):
+    """How the messages of an engine in a process of its own travel."""
+
+    IPC = "ipc"  # Unix sockets in a private folder
+    TCP = "tcp"  # on 127.0.0.1
+
+
+class StartMethod(enum.StrEnum):
+    """How the process of an engine begins."""
+
+    FORK = "fork"  # from a process that has loaded the model: ready at once, weights shared
+    SPAWN = "spawn"  # afresh, with weights of its own: for what no fork survives, as CUDA
 
 
 class Dtype(enum.StrEnum):

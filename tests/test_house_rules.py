@@ -22,7 +22,7 @@ LAYERS = [
     ["dpkit.errors"],
     ["dpkit.abc"],
     ["dpkit.text", "dpkit.checkpoint"],
-    ["dpkit.config", "dpkit.engine", "dpkit.balancer"],
+    ["dpkit.config", "dpkit.engine", "dpkit.balancer", "dpkit.wire.codec", "dpkit.wire.convert"],
     [
         "dpkit.nursery.context",
         "dpkit.nursery.limits",
@@ -34,7 +34,10 @@ LAYERS = [
         "dpkit.nursery.mailbox",
         "dpkit.nursery.inbox",
     ],
-    ["dpkit.link", "dpkit.nursery.runner", "dpkit.nursery.busyloop"],
+    ["dpkit.wire"],
+    ["dpkit.nursery.runner", "dpkit.nursery.busyloop"],
+    ["dpkit.link"],
+    ["dpkit.launch"],
     [
         "dpkit.nursery.coordinator",
         "dpkit.nursery.prompts",
@@ -43,6 +46,7 @@ LAYERS = [
         "dpkit.nursery.flights",
         "dpkit.nursery.membership",
         "dpkit.nursery.slot",
+        "dpkit.nursery.remote",
         "dpkit.nursery.stream",
         "dpkit.nursery.client",
         "dpkit.nursery.build",
@@ -55,7 +59,15 @@ LAYERS = [
     ["dpkit.cli", "dpkit.testing", "dpkit._trio"],
 ]
 STRANGERS = {"dpkit.config", "dpkit.engine", "dpkit.balancer"}
-SANS_IO = ("dpkit.config", "dpkit.engine", "dpkit.balancer", "dpkit.text", "dpkit.checkpoint")
+SANS_IO = (
+    "dpkit.config",
+    "dpkit.engine",
+    "dpkit.balancer",
+    "dpkit.text",
+    "dpkit.checkpoint",
+    "dpkit.wire.codec",
+    "dpkit.wire.convert",
+)
 TORCH_HOME = "dpkit.engine.models.torch"
 
 

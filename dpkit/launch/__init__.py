@@ -1,0 +1,1 @@
+"""Processes that end with whoever started them: killable, stateful workers."""
