@@ -20,7 +20,7 @@ from dpkit.nursery.inbox import duplicate
 from dpkit.nursery.runner import Patience, open_runner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from dpkit.abc import Model
     from dpkit.engine.core import EngineCore
@@ -45,6 +45,8 @@ class BusyLoop:
         gate: Says when the counts have changed enough to be published.
         on_lost: Told that this life is over, before its requests are: whoever places them anew
             must know by then.
+        flush: Called when all outputs of a drain or a step have been delivered, with the ids of the
+            requests that the drain aborted: for links that send them on together.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class BusyLoop:
         publish: Callable[[EngineStats], None] | None,
         gate: PublishGate,
         on_lost: Callable[[Exception], None] = lambda _: None,
+        flush: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
         self.engine = engine
         self.core = core
@@ -73,6 +76,7 @@ class BusyLoop:
         self._publish = publish
         self._gate = gate
         self._on_lost = on_lost
+        self._flush = flush
         self._patience = Patience()
         self._deliver: dict[str, Deliver] = {}
         self._seq = 0
@@ -129,14 +133,16 @@ class BusyLoop:
 
     async def _serve(self, runner: Runner) -> None:
         while True:
-            self._drain()
+            aborted = self._drain()
             self._publish_if_changed()  # a long step must not hide what arrived before it
+            self._flush(aborted)
             if (batch := self.core.schedule()) is not None:
                 if (result := await self._execute(runner, batch)) is None:
                     continue
                 self._steps += 1
                 self._send(self.core.apply(batch, result))
                 self._publish_if_changed()
+                self._flush(())
             elif self.core.has_requests():
                 raise InternalError(
                     f"engine {self.engine} has requests it can neither run nor refuse",
@@ -175,7 +181,7 @@ class BusyLoop:
         _log.warning("engine %s halves its steps, for want of memory: %s", self.engine, what)
         return True
 
-    def _drain(self) -> None:
+    def _drain(self) -> Sequence[str]:
         drained = self.inbox.drain()
         self.core.abort(drained.aborts)
         for request_id in drained.aborts:
@@ -183,6 +189,7 @@ class BusyLoop:
         for request, deliver in drained.requests:
             self._add(request, deliver)
         self._send(self.core.take_outputs())  # refusals
+        return drained.aborts
 
     def _add(self, request: GenerateRequest, deliver: Deliver) -> None:
         request_id = request.request_id

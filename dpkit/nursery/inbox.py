@@ -63,17 +63,19 @@ class Inbox:
         self._requests[request.request_id] = (request, deliver)
         self._wake.set()
 
-    def abort(self, request_id: str, deliver: Deliver) -> None:
+    def abort(self, request_id: str, deliver: Deliver) -> bool:
         """Drop the request here if the engine has not seen it yet, else tell the engine.
 
         A queued request of the same id whose outputs go elsewhere is another client's, and stays.
+        True: it is gone already.
         """
         _, queued_by = self._requests.get(request_id, (None, None))
         if queued_by == deliver:
             del self._requests[request_id]
-        else:
-            self._aborts[request_id] = None
-            self._wake.set()
+            return True
+        self._aborts[request_id] = None
+        self._wake.set()
+        return False
 
     @property
     def queued(self) -> Collection[str]:
