@@ -35,8 +35,7 @@ LAYERS = [
         "dpkit.nursery.inbox",
     ],
     ["dpkit.wire"],
-    ["dpkit.nursery.runner", "dpkit.nursery.busyloop"],
-    ["dpkit.link"],
+    ["dpkit.link", "dpkit.nursery.life", "dpkit.nursery.runner", "dpkit.nursery.busyloop"],
     ["dpkit.launch"],
     [
         "dpkit.nursery.coordinator",

@@ -9,33 +9,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpkit.errors import InternalError
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from dpkit.balancer.coordinator import CoordinatorRules
     from dpkit.messages import EngineId
-    from dpkit.nursery.busyloop import BusyLoop
     from dpkit.nursery.fanin import StatsFanIn
     from dpkit.nursery.flights import Flights
+    from dpkit.nursery.life import Life
 
 
-def audit_engine(loop: BusyLoop, clients: Iterable[Flights]) -> Iterator[str]:
-    """One life against the ledgers, and its loop against its scheduler and blocks."""
-    charged = {request_id for flights in clients for request_id in flights.placed_on(loop.engine)}
-    held = loop.held()
-    yield from (f"{name} is charged to {loop.engine}, which lost it" for name in charged - held)
-    yield from (f"{name} is on {loop.engine}, charged to nobody" for name in held - charged)
-    try:
-        loop.core.check()
-    except InternalError as error:
-        yield f"engine {loop.engine}: {error}"
-    scheduled = sum(loop.core.get_request_counts())
-    if scheduled != loop.drained:
-        yield f"{loop.engine} took {loop.drained} requests, its scheduler has {scheduled}"
-    if loop.published is not None and loop.published != scheduled:
-        yield f"{loop.engine} published {loop.published} requests, its scheduler has {scheduled}"
+def audit_engine(life: Life, clients: Iterable[Flights]) -> Iterator[str]:
+    """One life against the ledgers, and its own books against each other."""
+    return life.audit({name for flights in clients for name in flights.placed_on(life.engine)})
 
 
 def audit_coordinator(

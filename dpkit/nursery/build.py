@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dpkit.names import Dtype, Quant
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.fanin import StatsFanIn
+    from dpkit.nursery.life import MakeLife
     from dpkit.nursery.membership import Membership
 
     ModelKey = tuple[str, Dtype, Quant]
@@ -121,15 +122,13 @@ class Builder:
             name=f"{group.name}-{number}",
             rank=rank,
             model=group.model,
-            make_loop=self._loops_of(group),
+            make_life=self._lives_of(group),
             step_timeout=group.supervision.step_timeout,
             membership=self._membership,
             events=self._events,
         )
 
-    def _loops_of(
-        self, group: EngineGroupConfig
-    ) -> Callable[[EngineId, int, Callable[[Exception], None]], BusyLoop]:
+    def _lives_of(self, group: EngineGroupConfig) -> MakeLife:
         model = self._models[model_key(group)]
         limits = limits_of(group, model.spec)
         coordinator = self._config.coordinator

@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING
 import trio
 
 from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, describe
+from dpkit.link.local import LocalLink
 from dpkit.messages import EngineOutput, EngineStats, StepReport
 from dpkit.names import FinishReason
 from dpkit.nursery.inbox import duplicate
 from dpkit.nursery.runner import Patience, open_runner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Set as AbstractSet
 
     from dpkit.abc import Model
-    from dpkit.engine.core import EngineCore
+    from dpkit.engine.core import EngineCore, EngineCoreStatistics
+    from dpkit.engine.limits import EngineLimits
     from dpkit.engine.publish import PublishGate
     from dpkit.messages import Batch, EngineId, GenerateRequest, StepResult
     from dpkit.nursery.inbox import Deliver, Inbox
@@ -33,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class BusyLoop:
-    """One life of one engine; `run` is its task.
+    """One life of one engine, in this process: a `dpkit.nursery.life.Life`.
 
     Args:
         engine: The incarnation this life is known by.
@@ -242,19 +245,41 @@ class BusyLoop:
         return f"{type(self._model).__module__}.{type(self._model).__qualname__}"
 
     @property
-    def drained(self) -> int:
-        """Requests taken from the inbox that have not ended."""
-        return len(self._deliver)
+    def limits(self) -> EngineLimits:
+        """What the engine may hold and do at once."""
+        return self.core.limits
 
-    @property
-    def published(self) -> int | None:
-        """Requests that this life last told of; None: it tells nothing."""
-        return None if self._publish is None or self.cause is not None else sum(self._gate.counts)
+    def link(self, deliver: Deliver) -> LocalLink:
+        """A link to this life for one client."""
+        return LocalLink(self.engine, self.inbox, deliver)
 
-    def held(self) -> set[str]:
-        """Ids of the requests that are here, drained or not, and whose clients have not left."""
-        drained = {name for name in self._deliver if not self.inbox.is_aborted(name)}
-        return drained.union(self.inbox.queued)
+    def close(self) -> None:
+        """Take nothing new, and end when what is there is finished."""
+        self.inbox.close()
+
+    def statistics(self) -> EngineCoreStatistics:
+        """What it has done since its birth."""
+        return self.core.statistics()
+
+    def audit(self, charged: AbstractSet[str]) -> Iterator[str]:
+        """The loop against what is charged to it, against its scheduler, and against its blocks.
+
+        A request or an abort that is still in the inbox is reckoned with.
+        """
+        held = {name for name in self._deliver if not self.inbox.is_aborted(name)}
+        held |= set(self.inbox.queued)
+        yield from (f"{name} is charged to {self.engine}, which lost it" for name in charged - held)
+        yield from (f"{name} is on {self.engine}, charged to nobody" for name in held - charged)
+        try:
+            self.core.check()
+        except InternalError as error:
+            yield f"engine {self.engine}: {error}"
+        scheduled, drained = sum(self.core.get_request_counts()), len(self._deliver)
+        if scheduled != drained:
+            yield f"{self.engine} took {drained} requests, its scheduler has {scheduled}"
+        told = None if self._publish is None or self.cause else sum(self._gate.counts)
+        if told not in (None, scheduled):
+            yield f"{self.engine} published {told} requests, its scheduler has {scheduled}"
 
     @property
     def is_interruptible(self) -> bool:

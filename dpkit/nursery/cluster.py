@@ -140,7 +140,7 @@ class Cluster:
         """
         problems = [problem for client in self.clients for problem in client.audit()]
         for slot in dict.fromkeys([*self._slots, *self._roster.supervised]):
-            problems += audit_engine(slot.loop, self._flights)
+            problems += audit_engine(slot.life, self._flights)
             if slot.engine in self._membership.serving:
                 problems += audit_coordinator(self._rules, self._fanin, slot.engine, slot.rank)
         return tuple(problems)
@@ -296,7 +296,7 @@ class Cluster:
                 if slot.hangs:
                     slot.abandon()  # its requests have been told, and the others' turn comes
                 else:
-                    await slot.loop.ended.wait()
+                    await slot.life.ended.wait()
         finally:
             for slot in supervised:
                 slot.abandon()

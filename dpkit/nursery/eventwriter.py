@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from dpkit.nursery.events import Event, EventLog
@@ -39,6 +39,7 @@ class EventWriter:
         # Trio's clock has no meaning outside its run; a line in a file must have one.
         self._epoch = time.time() - trio.current_time()
         self._failing = False
+        self._writing = trio.Lock()  # the last flush must not overtake the one before it
 
     async def run(self) -> None:
         """Write until cancelled; a service task."""
@@ -50,9 +51,11 @@ class EventWriter:
 
     async def flush(self) -> None:
         """Write what has happened since the last time."""
-        events = self._events.unread()
-        if not events:
-            return
+        async with self._writing:
+            if events := self._events.unread():
+                await self._write(events)
+
+    async def _write(self, events: Sequence[Event]) -> None:
         try:
             # Abandoned when the grace is over: a disk that hangs must not hang the shutdown.
             await trio.to_thread.run_sync(self._append, events, abandon_on_cancel=True)

@@ -1,8 +1,8 @@
 """One place for an engine in the cluster, and the lives that fill it one after the other.
 
-A life is a busy loop with a core and an inbox of its own; the supervisor asks for the next one when
-the last one failed. The slot watches the clock of a life's steps, and tells the membership when a
-life begins to serve and when it is over. Knows nothing of balancing or of other slots.
+The supervisor asks for the next life when the last one failed. The slot watches the clock of a
+life's steps, and tells the membership when a life begins to serve and when it is over. Knows
+nothing of balancing or of other slots.
 """
 
 from __future__ import annotations
@@ -14,23 +14,20 @@ import trio
 from attrs import frozen
 
 from dpkit.errors import EngineLost, describe
-from dpkit.link.local import LocalLink
 from dpkit.messages import EngineId
 from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from dpkit.abc import EngineLink
     from dpkit.engine.core import EngineCoreStatistics
     from dpkit.messages import StepReport
-    from dpkit.nursery.busyloop import BusyLoop
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flights import Flights
+    from dpkit.nursery.life import Life, MakeLife
     from dpkit.nursery.membership import Membership
-
-    MakeLoop = Callable[[EngineId, int, Callable[[Exception], None]], BusyLoop]
-
 
 SECOND_LOOK_S = 1.0
 """So much later than `step_timeout` a step counts as hung, or as late again if that is less."""
@@ -78,7 +75,7 @@ class EngineSlot:
         name: Of the engine; with the number of the life it names an incarnation.
         rank: Index of the engine in the cluster.
         model: Its name, for statistics.
-        make_loop: Makes the busy loop of a life, from its id, the rank, and what to call when lost.
+        make_life: Makes a life, from its id, the rank, and what to call when lost.
         step_timeout: Seconds after which a step counts as hung.
         membership: Told who serves.
         events: Told what happens.
@@ -93,7 +90,7 @@ class EngineSlot:
         name: str,
         rank: int,
         model: str,
-        make_loop: MakeLoop,
+        make_life: MakeLife,
         step_timeout: float,
         membership: Membership,
         events: EventLog,
@@ -110,7 +107,7 @@ class EngineSlot:
         self.peers: Sequence[EngineSlot] = ()
         """Those that end and begin together with this one; itself may be among them."""
         self._model = model
-        self._make_loop = make_loop
+        self._make_life = make_life
         self._step_timeout = step_timeout
         self._membership = membership
         self._events = events
@@ -119,20 +116,20 @@ class EngineSlot:
         self._retired = trio.Event()
         self._past = EngineTotals()  # of the lives before the present one
         self._finished = trio.Event()  # retired, and no request is left here
-        self.loop = make_loop(EngineId(name, first_epoch), rank, self._lost)
+        self.life = make_life(EngineId(name, first_epoch), rank, self._lost)
 
     def __repr__(self) -> str:
-        return f"<EngineSlot {self.name}: {self.state}, {self.restarts} restarts, {self.loop!r}>"
+        return f"<EngineSlot {self.name}: {self.state}, {self.restarts} restarts, {self.life!r}>"
 
     @property
     def engine(self) -> EngineId:
         """The present life, or the last one."""
-        return self.loop.engine
+        return self.life.engine
 
     @property
     def model_class(self) -> str:
         """What computes here, as it is written in Python."""
-        return self.loop.model_class
+        return self.life.model_class
 
     async def live(self, number: int) -> None:
         """Live once: a life of the supervisor's. Ends well only when the engine was retired."""
@@ -142,20 +139,20 @@ class EngineSlot:
         if number:
             self.restarts += 1
             self.state = EngineState.STARTING
-            self._past = self._past.and_life(self.loop.core.statistics())
+            self._past = self._past.and_life(self.life.statistics())
             engine = EngineId(self.name, self._first_epoch + number)
-            self.loop = self._make_loop(engine, self.rank, self._lost)
-        loop = self.loop
+            self.life = self._make_life(engine, self.rank, self._lost)
+        life = self.life
         try:
-            await self._run(loop)
+            await self._run(life)
         finally:
-            self._membership.forget(loop.engine)
+            self._membership.forget(life.engine)
             if self._retired.is_set():
                 self.state = EngineState.DOWN
                 self._note_finish()
-        if loop.cause is not None and not self._retired.is_set():
+        if life.cause is not None and not self._retired.is_set():
             self.state = EngineState.STARTING
-            raise loop.cause
+            raise life.cause
 
     def give_up(self, error: Exception) -> None:
         """The supervisor will ask for no more lives."""
@@ -182,7 +179,7 @@ class EngineSlot:
         if self.state is not EngineState.DOWN:
             self.state = EngineState.DRAINING
         self._membership.leave(self.engine, lost=False)
-        self.loop.inbox.close()
+        self.life.close()
         self.settled.set()
         self._note_finish()
 
@@ -194,83 +191,83 @@ class EngineSlot:
         with trio.move_on_at(deadline):
             await self._finished.wait()
         if not self._finished.is_set():
-            self.loop.lose(EngineLost(f"engine {self.engine} was retired", engine=self.engine))
+            self.life.lose(EngineLost(f"engine {self.engine} was retired", engine=self.engine))
 
     def end(self) -> None:
         """There will be no more lives, and none is under way; whoever waits need not any more."""
         self.state = EngineState.DOWN
-        self.loop.ended.set()  # it may never have run
+        self.life.ended.set()  # it may never have run
         self.settled.set()
         self._note_finish()
 
     @property
     def hangs(self) -> bool:
         """Whether the present life is lost and does not end."""
-        return self.loop.cause is not None and not self.loop.ended.is_set()
+        return self.life.cause is not None and not self.life.ended.is_set()
 
     def abandon(self) -> None:
         """Let go of a life that does not end by itself; it is about to be cancelled."""
-        if not self.loop.ended.is_set():
-            self.loop.abandon()
+        if not self.life.ended.is_set():
+            self.life.abandon()
 
     def statistics(self) -> EngineStatistics:
         """All about this engine, now."""
         error = self.last_error
-        core = self.loop.core.statistics()
+        core = self.life.statistics()
         return EngineStatistics(
             engine=self.engine,
             model=self._model,
             state=self.state,
             restarts=self.restarts,
             last_error=None if error is None else describe(error),
-            report=self.loop.report(),
+            report=self.life.report(),
             core=core,
             totals=self._past.and_life(core),
         )
 
-    async def _run(self, loop: BusyLoop) -> None:
+    async def _run(self, life: Life) -> None:
         async with trio.open_nursery() as nursery:
 
             @trio.lowlevel.enable_ki_protection  # a task inherits it from nobody
             async def serve() -> None:
-                with suppress(Exception):  # kept as the loop's cause; a nursery would wrap it
-                    await loop.run()
+                with suppress(Exception):  # kept as its cause; a nursery would wrap it
+                    await life.run()
                 nursery.cancel_scope.cancel()
 
-            nursery.start_soon(serve, name=f"busy loop {loop.engine}")
-            nursery.start_soon(self._announce, loop, name=f"announce {loop.engine}")
-            nursery.start_soon(self._watch, loop, nursery.cancel_scope, name=f"watch {loop.engine}")
+            nursery.start_soon(serve, name=f"life of {life.engine}")
+            nursery.start_soon(self._announce, life, name=f"announce {life.engine}")
+            nursery.start_soon(self._watch, life, nursery.cancel_scope, name=f"watch {life.engine}")
 
     @trio.lowlevel.enable_ki_protection
-    async def _announce(self, loop: BusyLoop) -> None:
-        await loop.ready.wait()
-        if self.state is not EngineState.STARTING or loop.cause is not None:
+    async def _announce(self, life: Life) -> None:
+        await life.ready.wait()
+        if self.state is not EngineState.STARTING or life.cause is not None:
             return  # drained or lost before it was ready
         self.state = EngineState.READY
-        limits, detail = loop.core.limits, f"restart {self.restarts}, " if self.restarts else ""
+        limits, detail = life.limits, f"restart {self.restarts}, " if self.restarts else ""
         detail += (
             f"{limits.num_blocks} blocks of {limits.block_size} tokens, at most "
             f"{limits.max_num_seqs} sequences and {limits.max_num_batched_tokens} tokens a step"
         )
-        self._events.emit(EventKind.ENGINE_READY, engine=loop.engine, detail=detail)
+        self._events.emit(EventKind.ENGINE_READY, engine=life.engine, detail=detail)
         self.settled.set()
         if self._is_admitted:
             self._join()
 
     def _join(self) -> None:
-        loop = self.loop
+        life = self.life
 
-        def make_link(flights: Flights) -> LocalLink:
-            return LocalLink(loop.engine, loop.inbox, flights.deliver)
+        def make_link(flights: Flights) -> EngineLink:
+            return life.link(flights.deliver)
 
-        self._membership.join(loop.engine, self.rank, make_link)
+        self._membership.join(life.engine, self.rank, make_link)
 
     def _note_finish(self) -> None:
-        if self._retired.is_set() and (self.loop.cause or self.loop.ended.is_set()):
+        if self._retired.is_set() and (self.life.cause or self.life.ended.is_set()):
             self._finished.set()
 
     @trio.lowlevel.enable_ki_protection
-    async def _watch(self, loop: BusyLoop, life: trio.CancelScope) -> None:
+    async def _watch(self, life: Life, scope: trio.CancelScope) -> None:
         """End a life whose step does not end.
 
         A step in a thread cannot be interrupted: then the engine is stuck until it comes back, and
@@ -278,44 +275,44 @@ class EngineSlot:
         So it does after an allocation that hangs, whose thread is left behind: a start must end.
         """
         try:
-            await self._wait_for_hang(loop)
+            await self._wait_for_hang(life)
         except trio.Cancelled:
             # Cancelled with its group: a step in a thread goes on, and nobody shall wait for it.
-            if not loop.ended.is_set():
-                loop.lose(EngineLost(f"engine {loop.engine} was stopped", engine=loop.engine))
+            if not life.ended.is_set():
+                life.lose(EngineLost(f"engine {life.engine} was stopped", engine=life.engine))
             raise
         self.state = EngineState.STUCK
-        self._events.emit(EventKind.ENGINE_STUCK, engine=loop.engine)
-        what = "a step" if loop.ready.is_set() else "to allocate its KV cache"
-        loop.lose(
+        self._events.emit(EventKind.ENGINE_STUCK, engine=life.engine)
+        what = "a step" if life.ready.is_set() else "to allocate its KV cache"
+        life.lose(
             EngineLost(
-                f"engine {loop.engine} is stuck: {what} has taken more than "
+                f"engine {life.engine} is stuck: {what} has taken more than "
                 f"{self._step_timeout:g} s (supervision.step_timeout)",
-                engine=loop.engine,
+                engine=life.engine,
             )
         )
-        if not loop.ready.is_set():
-            loop.abandon()
-        if loop.is_interruptible or not loop.ready.is_set():
-            life.cancel()
+        if not life.ready.is_set():
+            life.abandon()
+        if life.is_interruptible or not life.ready.is_set():
+            scope.cancel()
 
-    async def _wait_for_hang(self, loop: BusyLoop) -> None:
+    async def _wait_for_hang(self, life: Life) -> None:
         """Wait for a step that takes too long.
 
         Looks twice: to a process that slept, every step looks hung once.
         """
         while True:
-            started = loop.step_started_at
+            started = life.step_started_at
             now = trio.current_time()
             if started is None or now < started + self._step_timeout:
                 await trio.sleep_until((now if started is None else started) + self._step_timeout)
                 continue
             await trio.sleep(min(SECOND_LOOK_S, self._step_timeout))
-            if loop.step_started_at == started:
+            if life.step_started_at == started:
                 return
 
     def _lost(self, error: Exception) -> None:
-        engine = self.loop.engine
+        engine = self.life.engine
         if self.state is EngineState.READY:
             self.state = EngineState.STARTING
         if not self._retired.is_set():

@@ -14,6 +14,7 @@ import trio.testing
 from dpkit.config.load import parse_config
 from dpkit.engine.models.echo import EchoModel
 from dpkit.messages import StepResult
+from dpkit.nursery.busyloop import BusyLoop
 from dpkit.nursery.cluster import Cluster, open_cluster
 from dpkit.testing.faults import FaultyModel
 from dpkit.testing.history import History
@@ -26,11 +27,18 @@ if TYPE_CHECKING:
     from dpkit.config.schema import Config
     from dpkit.messages import Batch
     from dpkit.nursery.events import Event, EventKind
+    from dpkit.nursery.slot import EngineSlot
 
 STEP_S = 0.1
 BACKOFF_S = 1.0
 
 SUPERVISION = 'backoff = "1s", jitter = 0.0, step_timeout = "5s"'
+
+
+def loop_of(slot: EngineSlot) -> BusyLoop:
+    """The present life of an engine in this process, to look into."""
+    assert isinstance(slot.life, BusyLoop)
+    return slot.life
 
 
 class Timed(EchoModel):

@@ -9,6 +9,7 @@ import trio
 import dpkit
 from dpkit.messages import EngineId, GenerateRequest
 from dpkit.testing.idle import check_idle
+from tests.nursery.lab import loop_of
 
 CONFIG = dpkit.parse_config("""
     [[engines]]
@@ -41,11 +42,11 @@ async def test_a_request_that_its_engine_forgot_is_named(autojump_clock) -> None
         async with cluster.client.generate("hi", request_id="a"):
             await trio.sleep(0.001)
             slot = cluster._slots[0]
-            delivery = slot.loop._deliver.pop("a")
+            delivery = loop_of(slot)._deliver.pop("a")
             forgotten, miscounted = cluster.audit()
             assert forgotten == "a is charged to engine-0, which lost it"
             assert miscounted == "engine-0 took 0 requests, its scheduler has 1"
-            slot.loop._deliver["a"] = delivery
+            loop_of(slot)._deliver["a"] = delivery
         await trio.sleep(1)
         assert cluster.audit() == ()
 
@@ -53,7 +54,7 @@ async def test_a_request_that_its_engine_forgot_is_named(autojump_clock) -> None
 async def test_a_request_that_nobody_is_charged_for_is_named(autojump_clock) -> None:
     async with dpkit.open_cluster(CONFIG) as cluster:
         ghost = GenerateRequest(request_id="ghost", prompt_token_ids=(1,))
-        inbox = cluster._slots[1].loop.inbox
+        inbox = loop_of(cluster._slots[1]).inbox
         inbox.submit(ghost, cluster._flights[0].deliver)
         assert cluster.audit() == ("ghost is on engine-1, charged to nobody",)
         inbox.abort("ghost", cluster._flights[0].deliver)
@@ -72,6 +73,6 @@ async def test_counts_that_went_wrong_on_their_way_are_named(autojump_clock) -> 
         await trio.sleep(1)
         assert cluster.audit() == (), "the next stats set it right"
         slot = cluster._slots[0]
-        slot.loop._gate.counts = (2, 0)
+        loop_of(slot)._gate.counts = (2, 0)
         assert cluster.audit() == ("engine-0 published 2 requests, its scheduler has 0",)
         assert slot.engine == EngineId("engine-0")

@@ -33,6 +33,7 @@ from dpkit.nursery.flights import Flights
 from dpkit.nursery.membership import Membership
 from dpkit.testing.idle import check_idle
 from dpkit.text.bytes import ByteTokenizer
+from tests.nursery.lab import loop_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,13 +74,13 @@ def timed(make_config: Callable[..., Config]) -> Callable[..., Config]:
 
 
 def _steps(cluster: Cluster) -> list[dict[str, int]]:
-    model = cluster._slots[0].loop._model
+    model = loop_of(cluster._slots[0])._model
     assert isinstance(model, Timed)
     return model.steps
 
 
 def _core(cluster: Cluster) -> EngineCore:
-    return cluster._slots[0].loop.core
+    return loop_of(cluster._slots[0]).core
 
 
 def _inflight(cluster: Cluster) -> list[int]:
@@ -274,7 +275,7 @@ async def test_C11_all_state_of_a_request_is_gone_however_it_ended(
                 nursery.start_soon(ask, 1e9, 2, 2)
         await _settle()
         check_idle(cluster)
-        (loop,) = (slot.loop for slot in cluster._slots)
+        (loop,) = (loop_of(slot) for slot in cluster._slots)
         (flights,) = cluster._flights
         assert len(flights) == flights.placed == len(flights._queue) == len(flights._deadlines) == 0
         assert cluster.client._ledger.statistics().inflight == 0

@@ -22,6 +22,7 @@ from dpkit.engine.models.echo import EchoModel
 from dpkit.messages import SamplingParams, StepResult
 from dpkit.nursery.cluster import Cluster, open_cluster
 from dpkit.testing.idle import check_idle
+from tests.nursery.lab import loop_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -107,7 +108,7 @@ async def closed_loop(
 
 def counts(cluster: Cluster) -> list[tuple[int, int]]:
     """(running, waiting) by engine, as it is."""
-    return [slot.loop.core.get_request_counts() for slot in cluster._slots]
+    return [loop_of(slot).core.get_request_counts() for slot in cluster._slots]
 
 
 def spread(numbers: list[int]) -> int:
@@ -171,7 +172,7 @@ def test_B01_nobody_queues_while_another_engine_has_room(policy: str) -> None:
         def look() -> None:
             now = trio.current_time()
             looks.append(now)
-            loops = [slot.loop for slot in cluster._slots]
+            loops = [loop_of(slot) for slot in cluster._slots]
             room = any(
                 waiting == 0
                 and running < loop.core.limits.max_num_seqs

@@ -20,6 +20,7 @@ from dpkit.messages import SamplingParams
 from dpkit.nursery.cluster import Cluster, open_cluster
 from dpkit.testing.idle import check_idle
 from dpkit.testing.sweep import REPLAY, sweep
+from tests.nursery.lab import loop_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +93,7 @@ async def _complete(history: History, request_id: str) -> None:
 def _scenario(config: Config) -> Callable[[Mark], Any]:
     async def scenario(mark: Mark) -> History:
         async with open_cluster(config) as cluster:
-            loops = [slot.loop for slot in cluster._slots]
+            loops = [loop_of(slot) for slot in cluster._slots]
             model = loops[0]._model
             assert isinstance(model, Recording)
             model.cores = [loop.core for loop in loops]

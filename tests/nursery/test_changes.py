@@ -58,7 +58,7 @@ def running() -> list[str]:
 
     root = trio.lowlevel.current_root_task()
     assert root is not None
-    return sorted(n.removeprefix("busy loop ") for n in walk(root) if n.startswith("busy loop "))
+    return sorted(n.removeprefix("life of ") for n in walk(root) if n.startswith("life of "))
 
 
 ONCE = "supervision={intensity=0}"

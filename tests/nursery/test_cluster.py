@@ -18,6 +18,7 @@ from dpkit.messages import EngineId, SamplingParams, StepResult
 from dpkit.names import EngineState
 from dpkit.nursery.cluster import Cluster, open_cluster
 from dpkit.testing.idle import check_idle
+from tests.nursery.lab import loop_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -381,10 +382,10 @@ async def test_the_audit_names_each_contradiction(
     async with open_cluster(make_config("echo")) as cluster:
         assert cluster.audit() == ()
         charge = cluster.client._ledger.charge("ghost", EngineId("engine-0"))
-        cluster._slots[1].loop.core._scheduler.pool._refs[0] = 1
+        loop_of(cluster._slots[1]).core._scheduler.pool._refs[0] = 1
         books, blocks = cluster.audit()
         assert books == "1 requests are charged, 0 are on engines"
         assert blocks.startswith("engine engine-1: ")
         charge.release()
-        del cluster._slots[1].loop.core._scheduler.pool._refs[0]
+        del loop_of(cluster._slots[1]).core._scheduler.pool._refs[0]
         assert cluster.audit() == ()

@@ -47,7 +47,7 @@ from dpkit.testing.links import Line, LineFaults, put_stats_on
 from dpkit.testing.points import ALLOCATE, STEP, Points
 from dpkit.testing.sweep import sweep
 from dpkit.testing.wrapper import named
-from tests.nursery.lab import STEP_S, Lab, Timed, settle, told, when
+from tests.nursery.lab import STEP_S, Lab, Timed, loop_of, settle, told, when
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -847,7 +847,7 @@ async def test_row_27_a_clock_that_jumps_ejects_nobody(mock_clock: trio.testing.
 
 
 async def _break_the_pool(cluster: Cluster) -> None:
-    cluster._slots[0].loop.core._scheduler.pool._refs[60] = 1
+    loop_of(cluster._slots[0]).core._scheduler.pool._refs[60] = 1
     await cluster.client.complete("a", engine="e0-0")
 
 

@@ -22,6 +22,7 @@ from dpkit.engine.models.cost import CostModel
 from dpkit.messages import SamplingParams
 from dpkit.nursery.cluster import Cluster, open_cluster
 from dpkit.testing.idle import check_idle
+from tests.nursery.lab import loop_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,9 +96,9 @@ async def _serve(cluster: Cluster, scenario: Scenario) -> Seen:
     work = scenario.workload()
     settled, out_of_work = trio.Event(), trio.Event()
     beginners = set(range(USERS))
-    model = cluster._slots[0].loop._model
+    model = loop_of(cluster._slots[0])._model
     assert isinstance(model, Watched)
-    model.cores = cores = [loop.core for loop in (slot.loop for slot in cluster._slots)]
+    model.cores = cores = [loop.core for loop in (loop_of(slot) for slot in cluster._slots)]
 
     async def user(number: int) -> None:
         client = cluster.clients[number % scenario.clients]

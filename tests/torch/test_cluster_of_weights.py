@@ -18,6 +18,7 @@ from dpkit.errors import ClusterNotStarted, OutOfMemory
 from dpkit.names import Dtype, Quant
 from dpkit.nursery.cluster import open_cluster
 from dpkit.testing.tiny import write_tiny_directory
+from tests.nursery.lab import loop_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,7 @@ async def test_each_group_gets_the_model_that_it_asks_for(tmp_path: Path) -> Non
         group(path, "small", quant=Quant.INT4),
     ]
     async with open_cluster(Config(engines=groups)) as cluster:
-        exact, second, again, half, small = (slot.loop.core.model for slot in cluster._slots)
+        exact, second, again, half, small = (loop_of(slot).core.model for slot in cluster._slots)
         assert exact is second is again
         assert len({id(model) for model in (exact, half, small)}) == 3
         assert half.spec.kv_bytes_per_token * 2 == exact.spec.kv_bytes_per_token
@@ -59,7 +60,7 @@ async def test_what_a_file_says_of_numbers_reaches_the_weights_and_the_cache(
     file = tmp_path / "dpkit.toml"
     file.write_text(f'[[engines]]\nmodel = "{path}"\n{keys}\n[engines.kv]\nnum_blocks = 8\n')
     async with open_cluster(load_config(file)) as cluster:
-        model = cluster._slots[0].loop.core.model
+        model = loop_of(cluster._slots[0]).core.model
         assert isinstance(model, TorchModel)
         transformer = model._transformer
         assert isinstance(transformer, Transformer)
@@ -75,7 +76,9 @@ async def test_engines_share_the_cores(tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, n=cores: set(range(n)))
         config = Config(engines=[group(path, "tiny", count=engines, dtype=Dtype.FLOAT32)])
         async with open_cluster(config) as cluster:
-            assert {slot.loop.core.model.threads_per_engine for slot in cluster._slots} == {threads}
+            assert {loop_of(slot).core.model.threads_per_engine for slot in cluster._slots} == {
+                threads
+            }
 
 
 @pytest.mark.parametrize("blocks", [10**9, 2**31 - 1])

@@ -1,0 +1,81 @@
+"""One life of one engine, wherever it is lived: what its place in the cluster needs of it.
+
+A busy loop in this process is one (`dpkit.nursery.busyloop`), an engine in a process of its own is
+another (`dpkit.nursery.remote`); supervision, health, placing anew and audit know this face only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from collections.abc import Set as AbstractSet
+
+    import trio
+
+    from dpkit.abc import EngineLink
+    from dpkit.engine.core import EngineCoreStatistics
+    from dpkit.engine.limits import EngineLimits
+    from dpkit.messages import EngineId, StepReport
+    from dpkit.nursery.inbox import Deliver
+
+    MakeLife = Callable[[EngineId, int, Callable[[Exception], None]], "Life"]
+
+
+class Life(Protocol):
+    """From its first allocation to its last block freed. All but `run` is synchronous."""
+
+    engine: EngineId
+    ready: trio.Event
+    """It serves, or has done."""
+    ended: trio.Event
+    """`run` is over."""
+    cause: Exception | None
+    """Why it is over, once it is lost; set before its requests are told."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What it may hold and do at once; of an engine that is not ready, what it is to have."""
+
+    @property
+    def model_class(self) -> str:
+        """What computes its steps, as it is written in Python."""
+
+    @property
+    def step_started_at(self) -> float | None:
+        """When what it has been at began, on Trio's clock: a step, or to get ready. For a watchdog.
+
+        The same moment for as long as it is the same step.
+        """
+
+    @property
+    def is_interruptible(self) -> bool:
+        """Whether a cancellation of `run` ends it in the middle of a step."""
+
+    async def run(self) -> None:
+        """Live: until it is closed and has nothing left to do.
+
+        What ends it earlier comes out, after every request of it has been told.
+        """
+
+    def link(self, deliver: Deliver) -> EngineLink:
+        """A link to it for one client, whose `deliver` gets the outputs."""
+
+    def close(self) -> None:
+        """Take nothing new, and end when what is there is finished; idempotent."""
+
+    def lose(self, cause: Exception) -> None:
+        """End it: every request it has gets `EngineLost`; idempotent."""
+
+    def abandon(self) -> None:
+        """Let a cancellation end `run` even if a call that nobody can end is left behind."""
+
+    def statistics(self) -> EngineCoreStatistics:
+        """What it has done since its birth, as far as that is known here."""
+
+    def report(self) -> StepReport:
+        """How much work its requests are, and how long its last step took."""
+
+    def audit(self, charged: AbstractSet[str]) -> Iterator[str]:
+        """Each contradiction between its books and the requests that clients have charged to it."""
