@@ -1,0 +1,372 @@
+"""ZeroMQ for Trio: one face of one socket, with nothing between Trio's loop and libzmq.
+
+Receiving is: take messages until libzmq has none, then wait for its file descriptor. Sending never
+waits. No thread, no task, no channel stands between. Knows nothing of what messages mean.
+
+libzmq's descriptor is edge-triggered: it tells of a change once, and any call may swallow that. So
+whoever would wait takes first, and whoever sends looks afterwards whether the send has swallowed
+the news that a parked receiver waits for.
+
+`open_context` owns the context, `open_zsocket` owns a socket; both belong to the process and the
+thread that opened them: open them after a fork, never before.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket as stdlib_socket
+from contextlib import asynccontextmanager, contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any, Never
+
+import trio
+import zmq
+
+from dpkit.errors import DpkitError
+from dpkit.wire.monitor import PeerReader, attach_monitor
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+
+    Context = zmq.Context[Any]
+
+BURST = 64
+"""Messages delivered between two checkpoints: enough to hide what a checkpoint costs."""
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Default size limit of one frame: a prompt of a million tokens as embeddings is not sent here."""
+TERM_PATIENCE = 6.0
+"""Seconds that closing a context may take: the longest linger of the protocol is 5 s."""
+
+_QUICK = int(zmq.NOBLOCK)
+_MORE = int(zmq.RCVMORE)
+_EVENTS = int(zmq.EVENTS)
+_READABLE = int(zmq.POLLIN)
+_monitor_numbers = count()
+
+
+class AddressFailed(DpkitError):  # noqa: N818 - reads as what happened
+    """An address cannot be bound or connected to (yours, or the world's); the message says why."""
+
+
+class PeerGone(DpkitError, trio.BrokenResourceError):  # noqa: N818
+    """The ROUTER knows no such peer (the world's): it has gone, or never came. Nothing was sent."""
+
+    http_status = 503
+    retryable = True
+
+
+@asynccontextmanager
+async def open_context(
+    *, io_threads: int = 1, patience: float = TERM_PATIENCE
+) -> AsyncGenerator[Context]:
+    """Open a ZeroMQ context: the I/O threads that all sockets of a process or a cluster share.
+
+    Args:
+        io_threads: One carries about a gigabyte a second.
+        patience: Seconds to wait at the end until what lingering sockets hold is sent.
+
+    Resource handling:
+        Leave all its sockets first. Leaving the context waits for them in a thread, never in
+        Trio's loop, shielded from cancellation, and gives up after `patience`.
+    """
+    context = zmq.Context(io_threads)
+    try:
+        yield context
+    finally:
+        with trio.move_on_after(patience, shield=True):
+            await trio.to_thread.run_sync(context.destroy, abandon_on_cancel=True)
+
+
+@asynccontextmanager
+async def open_zsocket(
+    context: Context,
+    kind: zmq.SocketType,
+    *,
+    bind: str | None = None,
+    connect: str | None = None,
+    routing_id: bytes | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_queued: int = 0,
+    linger_ms: int = 0,
+    watch: bool = False,
+) -> AsyncGenerator[ZSocket]:
+    """Open one socket, bound or connected.
+
+    Args:
+        context: From `open_context`, or any that was made in this process.
+        kind: ``zmq.ROUTER``, ``zmq.PULL``...
+        bind: Address to listen at; ``tcp://127.0.0.1:*`` picks a port, see `ZSocket.endpoint`.
+        connect: Address to connect to, now or as soon as somebody listens there.
+        routing_id: What a ROUTER at the other end shall call this socket.
+        max_message_bytes: A peer that sends a larger frame is disconnected.
+        max_queued: Messages that may wait in each direction and for each peer; 0: any number,
+            for whoever bounds memory by admission.
+        linger_ms: How long, after closing, what was sent may still wait to leave, milliseconds.
+        watch: Keep note of connections from the very first on, for `ZSocket.watch_peers`.
+
+    Resource handling:
+        Leaving the block closes the socket at once, without a checkpoint.
+
+    Error handling:
+        AddressFailed: it cannot be bound or connected to.
+    """
+    if (bind is None) == (connect is None):
+        raise ValueError("a socket is either bound or connected: give one of the two")
+    raw = context.socket(kind, socket_class=zmq.Socket)
+    zsocket = ZSocket(raw, _open_monitor(context, raw) if watch else None)
+    try:
+        _set_options(raw, max_message_bytes=max_message_bytes, max_queued=max_queued)
+        raw.set(zmq.LINGER, linger_ms)
+        if routing_id is not None:
+            raw.set(zmq.ROUTING_ID, routing_id)
+        _attach(raw, bind, connect)
+        yield zsocket
+    finally:
+        zsocket.close()
+
+
+def _set_options(raw: zmq.Socket[bytes], *, max_message_bytes: int, max_queued: int) -> None:
+    raw.set(zmq.MAXMSGSIZE, max_message_bytes)
+    raw.set(zmq.SNDHWM, max_queued)
+    raw.set(zmq.RCVHWM, max_queued)
+    # A host that vanished without a word is noticed within a minute, not within two hours.
+    for option, value in (
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 30),
+        (zmq.TCP_KEEPALIVE_INTVL, 10),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
+    ):
+        raw.set(option, value)
+    if raw.type == zmq.ROUTER:
+        raw.set(zmq.ROUTER_MANDATORY, 1)  # without: what cannot be sent is dropped without a word
+        raw.set(zmq.ROUTER_HANDOVER, 1)  # without: a peer that comes back under its id is ignored
+    elif raw.type == zmq.XPUB:
+        raw.set(zmq.XPUB_NODROP, 1)
+        raw.set(zmq.XPUB_VERBOSE, 1)  # each subscription is seen, not just the first of its topic
+
+
+def _open_monitor(context: Context, raw: zmq.Socket[bytes]) -> ZSocket:
+    address = f"inproc://dpkit-monitor-{next(_monitor_numbers)}"
+    return ZSocket(attach_monitor(context, raw, address))
+
+
+def _attach(raw: zmq.Socket[bytes], bind: str | None, connect: str | None) -> None:
+    address = bind if bind is not None else connect or ""
+    verb = "listen at" if bind is not None else "connect to"
+    try:
+        raw.set(zmq.IPV6, int("[" in address))  # else a picked port reads ::ffff:127.0.0.1
+        if bind is None:
+            raw.connect(address)
+        else:
+            _refuse_taken_path(address)
+            raw.bind(address)
+    except (zmq.ZMQError, OSError) as error:
+        reason = os.strerror(error.errno or 0) if error.errno else str(error)
+        raise AddressFailed(f"cannot {verb} {address}: {reason}; {_hint(error.errno)}") from error
+
+
+def _refuse_taken_path(address: str) -> None:
+    """Refuse to steal: libzmq removes a Unix socket's file before it binds, a live server's too."""
+    scheme, _, path = address.partition("://")
+    if scheme != "ipc" or path.startswith(("@", "*")):
+        return
+    with stdlib_socket.socket(stdlib_socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            pass  # somebody listens, and is busy
+        except OSError:
+            return
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _hint(number: int | None) -> str:
+    if number == errno.EADDRINUSE:
+        return "another program listens there: stop it, or give another address"
+    if number == errno.ENAMETOOLONG:
+        return "the path of a Unix socket may have 107 bytes: use a shorter directory"
+    return "write tcp://HOST:PORT or ipc://PATH, with a host or a directory of this machine"
+
+
+class ZSocket:
+    """One ZeroMQ socket in a Trio task's hands.
+
+    One task at a time receives; any task sends. All from the thread that runs Trio.
+    """
+
+    def __init__(self, raw: zmq.Socket[bytes], monitor: ZSocket | None = None) -> None:
+        self._raw = raw
+        self._monitor = monitor
+        self._peers = PeerReader()
+        self._fd = int(raw.get(zmq.FD))
+        self._kind = zmq.SocketType(int(raw.get(zmq.TYPE))).name
+        self._receiving = self._parked = self._closed = False
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"<ZSocket {self._kind}, closed>"
+        state = "receiving" if self._receiving else "idle"
+        return f"<ZSocket {self._kind} {self.endpoint}, {state}>"
+
+    @property
+    def endpoint(self) -> str:
+        """The address that it is bound or connected to, with the port that was picked."""
+        self._check_open()
+        return self._raw.get_string(zmq.LAST_ENDPOINT)
+
+    @trio.lowlevel.enable_ki_protection
+    async def receive(self) -> list[bytes]:
+        """Wait for one message and return its frames. For many messages, `pump` costs far less.
+
+        Error handling:
+            A cancellation loses no message. trio.ClosedResourceError: the socket is closed, now or
+            before. trio.BusyResourceError: another task is receiving.
+        """
+        with self._alone():
+            await trio.lowlevel.checkpoint_if_cancelled()
+            frames = self._take()
+            if frames is not None:
+                # The message is in hand: what follows may let others run, but not be cancelled.
+                await trio.lowlevel.cancel_shielded_checkpoint()
+                return frames
+            while (frames := self._take()) is None:
+                await self._wait()
+            return frames
+
+    @trio.lowlevel.enable_ki_protection
+    async def pump(self, deliver: Callable[[list[bytes]], object]) -> Never:
+        """Call `deliver` with the frames of each message, until cancelled or closed.
+
+        Args:
+            deliver: Synchronous and quick, as all other tasks wait meanwhile. Others get a turn
+                after `BURST` messages at the latest. Ctrl-C does not tear it.
+
+        Error handling:
+            What `deliver` raises comes out; its message is gone, those after it are not. Else as
+            in `receive`.
+        """
+        with self._alone():
+            await trio.lowlevel.checkpoint()
+            while True:
+                taken = 0
+                while (frames := self._take()) is not None:
+                    deliver(frames)
+                    taken += 1
+                    if taken == BURST:
+                        taken = 0
+                        await trio.lowlevel.checkpoint()
+                await self._wait()
+
+    @trio.lowlevel.enable_ki_protection
+    def send_nowait(self, frames: Sequence[bytes]) -> None:
+        """Hand a message to libzmq, whole or not at all; nothing is ever dropped silently.
+
+        A ROUTER's first frame is the peer's routing id.
+
+        Raises:
+            trio.WouldBlock: `max_queued` messages wait already, or nobody is there to send to.
+            PeerGone: the ROUTER has no such peer.
+            trio.ClosedResourceError: the socket is closed.
+        """
+        try:
+            self._raw.send_multipart(frames, _QUICK)
+        except zmq.Again:
+            raise trio.WouldBlock from None
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                raise PeerGone(
+                    f"{self!r} has no peer {frames[0]!r}: it has gone, or has not come yet"
+                ) from None
+            raise self._translate(error) from error
+        finally:
+            # A send reads libzmq's command queue, and with it news of messages that have come.
+            if self._parked:
+                self._wake_if_readable()
+
+    async def watch_peers(
+        self,
+        *,
+        on_connect: Callable[[str], object] = lambda _: None,
+        on_drop: Callable[[str], object] = lambda _: None,
+    ) -> Never:
+        """Call back, synchronously, for each peer that comes and each that goes.
+
+        Told in order, from the opening of the socket on: nothing is missed before this is called.
+        A drop is told for whatever reason: the peer's process ended, it sent too large a frame, the
+        network failed. Who connects and does not speak ZeroMQ is no peer, and what goes over
+        ``inproc://`` is no connection: neither is told.
+
+        Args:
+            on_connect: A peer has connected, or has let us connect; it gets the endpoint. Who it
+                is, only messages say.
+            on_drop: A peer is gone; it gets the endpoint. A connecting socket tries again by
+                itself.
+
+        Error handling:
+            What a callback raises comes out. Else as in `pump`.
+        """
+        if self._monitor is None:
+            raise ValueError(f"{self!r} was not opened with watch=True")
+        read = self._peers.read
+        await self._monitor.pump(lambda frames: read(frames, on_connect, on_drop))
+
+    def close(self) -> None:
+        """Close at once. A task that is receiving gets trio.ClosedResourceError. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        trio.lowlevel.notify_closing(self._fd)  # before: a closed number may be another's at once
+        if self._monitor is not None:
+            self._raw.disable_monitor()
+            self._monitor.close()
+        self._raw.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._receiving:
+            raise trio.BusyResourceError(f"another task is already receiving from {self!r}")
+        self._receiving = True
+        try:
+            yield
+        finally:
+            self._receiving = False
+
+    def _take(self) -> list[bytes] | None:
+        """One message, if there is one. libzmq hands over whole messages only."""
+        raw = self._raw
+        try:
+            frames = [raw.recv(_QUICK)]
+            while raw.get(_MORE):
+                frames.append(raw.recv(_QUICK))
+        except zmq.Again:
+            return None
+        except zmq.ZMQError as error:
+            raise self._translate(error) from error
+        return frames
+
+    async def _wait(self) -> None:
+        """Wait until there may be a message. To be called when there was none: see the top."""
+        self._parked = True
+        try:
+            await trio.lowlevel.wait_readable(self._fd)
+        except trio.ClosedResourceError:
+            self._check_open()  # still open: a send woke us
+        finally:
+            self._parked = False
+
+    def _wake_if_readable(self) -> None:
+        if not self._closed and int(self._raw.get(_EVENTS)) & _READABLE:
+            self._parked = False
+            # Trio's only way to wake who waits for a descriptor. It closes nothing.
+            trio.lowlevel.notify_closing(self._fd)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise trio.ClosedResourceError(f"this {self._kind} socket is closed")
+
+    def _translate(self, error: zmq.ZMQError) -> Exception:
+        if self._closed or error.errno in {zmq.ENOTSOCK, zmq.ETERM}:
+            return trio.ClosedResourceError(f"this {self._kind} socket is closed")
+        return trio.BrokenResourceError(f"{self!r} failed: {error}")
