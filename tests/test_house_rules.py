@@ -22,7 +22,15 @@ LAYERS = [
     ["dpkit.errors"],
     ["dpkit.abc"],
     ["dpkit.text", "dpkit.checkpoint"],
-    ["dpkit.config", "dpkit.engine", "dpkit.balancer", "dpkit.wire.codec", "dpkit.wire.convert"],
+    [
+        "dpkit.config",
+        "dpkit.engine",
+        "dpkit.balancer",
+        "dpkit.wire.tensors",
+        "dpkit.wire.structs",
+        "dpkit.wire.codec",
+        "dpkit.wire.convert",
+    ],
     [
         "dpkit.nursery.context",
         "dpkit.nursery.limits",
@@ -64,6 +72,8 @@ SANS_IO = (
     "dpkit.balancer",
     "dpkit.text",
     "dpkit.checkpoint",
+    "dpkit.wire.tensors",
+    "dpkit.wire.structs",
     "dpkit.wire.codec",
     "dpkit.wire.convert",
 )
