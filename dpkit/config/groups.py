@@ -10,7 +10,7 @@ from attrs.validators import optional
 from dpkit.config.checks import Between, MadeOf, model_name
 from dpkit.config.reasons import why
 from dpkit.config.units import Bytes, Seconds, show_duration, show_size
-from dpkit.names import Dtype, EngineKind, Quant, Strategy
+from dpkit.names import Dtype, EngineKind, Quant, StartMethod, Strategy, Transport
 
 
 @frozen(kw_only=True)
@@ -123,6 +123,40 @@ class SupervisionConfig:
 
 
 @frozen(kw_only=True)
+class ProcessConfig:
+    """The process of an engine of ``kind = "process"``; nothing to those of other kinds."""
+
+    start: StartMethod = field(
+        default=StartMethod.FORK,
+        metadata=why(
+            "From one process that has loaded the model: the second engine is ready as soon as the "
+            'first, and shares its weights. "spawn" for what no fork survives, such as CUDA.'
+        ),
+    )
+    transport: Transport = field(
+        default=Transport.IPC,
+        metadata=why(
+            "Unix sockets in a folder that is yours alone: no port to clash, none to guard."
+        ),
+    )
+    start_timeout: Seconds = field(
+        default=300.0,
+        validator=Between(0.001, 86_400.0, show=show_duration),
+        metadata=why(
+            "Weights on a slow disk take minutes. What takes longer than this has failed."
+        ),
+    )
+    max_message: Bytes = field(
+        default=64 * 2**20,
+        validator=Between(2**10, 2**31, show=show_size),
+        metadata=why(
+            "A prompt of a million tokens is 5 MB. An engine that sends more than this is broken, "
+            "and ends."
+        ),
+    )
+
+
+@frozen(kw_only=True)
 class EngineGroupConfig:
     """A group of `count` equal engines, called NAME-0, NAME-1 and so on."""
 
@@ -137,7 +171,11 @@ class EngineGroupConfig:
         metadata=why("One always fits; more is a decision on memory."),
     )
     kind: EngineKind = field(
-        default=EngineKind.LOCAL, metadata=why("A task in this process: nothing to set up.")
+        default=EngineKind.LOCAL,
+        metadata=why(
+            'A task in this process: nothing to set up. "process": what kills or hangs an engine '
+            "stays in it, and engines compute side by side."
+        ),
     )
     model: str = field(
         validator=model_name, metadata=why("There is no model that everybody means.")
@@ -159,3 +197,4 @@ class EngineGroupConfig:
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
     kv: KvConfig = field(factory=KvConfig)
     supervision: SupervisionConfig = field(factory=SupervisionConfig)
+    process: ProcessConfig = field(factory=ProcessConfig)

@@ -18,6 +18,7 @@ from attrs.validators import optional
 from dpkit.config.checks import Between, MadeOf, at_least_one_table, policy_name, writable_path
 from dpkit.config.groups import EngineGroupConfig as EngineGroupConfig  # noqa: PLC0414 - to be had from here
 from dpkit.config.groups import KvConfig as KvConfig  # noqa: PLC0414 - likewise
+from dpkit.config.groups import ProcessConfig as ProcessConfig  # noqa: PLC0414 - likewise
 from dpkit.config.groups import SchedulerConfig as SchedulerConfig  # noqa: PLC0414 - likewise
 from dpkit.config.groups import SupervisionConfig as SupervisionConfig  # noqa: PLC0414 - likewise
 from dpkit.config.reasons import why

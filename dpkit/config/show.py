@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from dpkit.config.schema import Config, table_of
-from dpkit.config.units import Seconds, show_duration
+from dpkit.config.units import Bytes, Seconds, show_duration, show_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,6 +52,8 @@ def plain_default(attribute: Attribute[Any]) -> Any:
         return None
     if attribute.type == Seconds:
         return show_duration(attribute.default)
+    if attribute.type == Bytes:
+        return show_size(attribute.default)
     return str(attribute.default) if isinstance(attribute.default, str) else attribute.default
 
 
