@@ -14,8 +14,6 @@ thread that opened them: open them after a fork, never before.
 from __future__ import annotations
 
 import errno
-import os
-import socket as stdlib_socket
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, Never
@@ -24,6 +22,7 @@ import trio
 import zmq
 
 from dpkit.errors import DpkitError
+from dpkit.wire.address import attach, set_options
 from dpkit.wire.monitor import PeerReader, attach_monitor
 
 if TYPE_CHECKING:
@@ -43,10 +42,6 @@ _MORE = int(zmq.RCVMORE)
 _EVENTS = int(zmq.EVENTS)
 _READABLE = int(zmq.POLLIN)
 _monitor_numbers = count()
-
-
-class AddressFailed(DpkitError):  # noqa: N818 - reads as what happened
-    """An address cannot be bound or connected to (yours, or the world's); the message says why."""
 
 
 class PeerGone(DpkitError, trio.BrokenResourceError):  # noqa: N818
@@ -116,78 +111,19 @@ async def open_zsocket(
     raw = context.socket(kind, socket_class=zmq.Socket)
     zsocket = ZSocket(raw, _open_monitor(context, raw) if watch else None)
     try:
-        _set_options(raw, max_message_bytes=max_message_bytes, max_queued=max_queued)
+        set_options(raw, max_message_bytes=max_message_bytes, max_queued=max_queued)
         raw.set(zmq.LINGER, linger_ms)
         if routing_id is not None:
             raw.set(zmq.ROUTING_ID, routing_id)
-        _attach(raw, bind, connect)
+        attach(raw, bind, connect)
         yield zsocket
     finally:
         zsocket.close()
 
 
-def _set_options(raw: zmq.Socket[bytes], *, max_message_bytes: int, max_queued: int) -> None:
-    raw.set(zmq.MAXMSGSIZE, max_message_bytes)
-    raw.set(zmq.SNDHWM, max_queued)
-    raw.set(zmq.RCVHWM, max_queued)
-    # A host that vanished without a word is noticed within a minute, not within two hours.
-    for option, value in (
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 30),
-        (zmq.TCP_KEEPALIVE_INTVL, 10),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
-    ):
-        raw.set(option, value)
-    if raw.type == zmq.ROUTER:
-        raw.set(zmq.ROUTER_MANDATORY, 1)  # without: what cannot be sent is dropped without a word
-        raw.set(zmq.ROUTER_HANDOVER, 1)  # without: a peer that comes back under its id is ignored
-    elif raw.type == zmq.XPUB:
-        raw.set(zmq.XPUB_NODROP, 1)
-        raw.set(zmq.XPUB_VERBOSE, 1)  # each subscription is seen, not just the first of its topic
-
-
 def _open_monitor(context: Context, raw: zmq.Socket[bytes]) -> ZSocket:
     address = f"inproc://dpkit-monitor-{next(_monitor_numbers)}"
     return ZSocket(attach_monitor(context, raw, address))
-
-
-def _attach(raw: zmq.Socket[bytes], bind: str | None, connect: str | None) -> None:
-    address = bind if bind is not None else connect or ""
-    verb = "listen at" if bind is not None else "connect to"
-    try:
-        raw.set(zmq.IPV6, int("[" in address))  # else a picked port reads ::ffff:127.0.0.1
-        if bind is None:
-            raw.connect(address)
-        else:
-            _refuse_taken_path(address)
-            raw.bind(address)
-    except (zmq.ZMQError, OSError) as error:
-        reason = os.strerror(error.errno or 0) if error.errno else str(error)
-        raise AddressFailed(f"cannot {verb} {address}: {reason}; {_hint(error.errno)}") from error
-
-
-def _refuse_taken_path(address: str) -> None:
-    """Refuse to steal: libzmq removes a Unix socket's file before it binds, a live server's too."""
-    scheme, _, path = address.partition("://")
-    if scheme != "ipc" or path.startswith(("@", "*")):
-        return
-    with stdlib_socket.socket(stdlib_socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except BlockingIOError:
-            pass  # somebody listens, and is busy
-        except OSError:
-            return
-    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-
-
-def _hint(number: int | None) -> str:
-    if number == errno.EADDRINUSE:
-        return "another program listens there: stop it, or give another address"
-    if number == errno.ENAMETOOLONG:
-        return "the path of a Unix socket may have 107 bytes: use a shorter directory"
-    return "write tcp://HOST:PORT or ipc://PATH, with a host or a directory of this machine"
 
 
 class ZSocket:
