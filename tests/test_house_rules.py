@@ -29,7 +29,9 @@ LAYERS = [
         "dpkit.wire.tensors",
         "dpkit.wire.structs",
         "dpkit.wire.codec",
+        "dpkit.wire.logprobs",
         "dpkit.wire.convert",
+        "dpkit.wire.reports",
     ],
     [
         "dpkit.nursery.context",
@@ -75,7 +77,9 @@ SANS_IO = (
     "dpkit.wire.tensors",
     "dpkit.wire.structs",
     "dpkit.wire.codec",
+    "dpkit.wire.logprobs",
     "dpkit.wire.convert",
+    "dpkit.wire.reports",
 )
 TORCH_HOME = "dpkit.engine.models.torch"
 

@@ -18,9 +18,10 @@ from dpkit.wire.tensors import Tensor  # noqa: TC001 - decoders read the annotat
 VLLM_VERSION = "0.33.0"
 """The release whose layout this is; also what an engine says it is in its ready response."""
 
-# As everywhere in dpkit: no vocabulary is larger, and what computes with ids has 32 bits.
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TokenIds = tuple[TokenId, ...]
+# What an engine makes is checked on reading. What a user says is not, but by the engine: a value
+# out of range refuses the request, and must not end the connection of a frontend with many users.
+TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...]
+Count = Annotated[int, Meta(ge=0)]
 
 
 class FinishCode(enum.IntEnum):
@@ -119,7 +120,7 @@ class SamplingMap(Struct, kw_only=True, omit_defaults=True):
     top_k: int = 0  # 0 or -1: all
     min_p: float = 0.0
     seed: int | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | UnsetType = UNSET  # unset is not false: see `convert`
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -145,7 +146,7 @@ class WireRequest(Struct, array_like=True, gc=False):
     """One request, frontend to engine: 22 fields."""
 
     request_id: str  # unique for the life of the engine
-    prompt_token_ids: TokenIds | None
+    prompt_token_ids: tuple[int, ...] | None
     mm_features: Any
     sampling_params: SamplingMap | None  # nil for pooling
     pooling_params: Any
@@ -251,31 +252,31 @@ class EngineReport(Struct, array_like=True):
     """
 
     step_time_s: float = 0.0
-    unprefilled_tokens: int = 0
-    context_tokens: int = 0
-    free_blocks: int = 0
-    num_blocks: int = 0
+    unprefilled_tokens: Count = 0
+    context_tokens: Count = 0
+    free_blocks: Count = 0
+    num_blocks: Count = 0
     peak_kv_usage: float = 0.0
-    steps: int = 0
-    requests_finished: int = 0
-    requests_aborted: int = 0
-    requests_refused: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    prefix_hit_tokens: int = 0
-    steps_halved: int = 0
+    steps: Count = 0
+    requests_finished: Count = 0
+    requests_aborted: Count = 0
+    requests_refused: Count = 0
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    preemptions: Count = 0
+    prefix_hit_tokens: Count = 0
+    steps_halved: Count = 0
 
 
 class SchedulerStats(Struct, kw_only=True):
     """An engine's load. Written whole, since strict readers refuse a map with a key missing."""
 
-    num_running_reqs: int = 0
-    num_waiting_reqs: int = 0
-    num_skipped_waiting_reqs: int = 0
+    num_running_reqs: Count = 0
+    num_waiting_reqs: Count = 0
+    num_skipped_waiting_reqs: Count = 0
     num_kv_fetch_reqs_by_stage: dict[str, Any] = field(default_factory=dict)
-    step_counter: int = 0
-    current_wave: int = 0
+    step_counter: Count = 0
+    current_wave: Count = 0
     kv_cache_usage: float = 0.0
     iteration_details: Any = None
     prefix_cache_stats: PrefixCacheStats | None = field(default_factory=PrefixCacheStats)
