@@ -34,9 +34,7 @@ from dpkit.wire.structs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from dpkit.messages import EngineId
+    from dpkit.messages import EngineId, TokenLogprob
 
 T = TypeVar("T")
 
@@ -250,76 +248,88 @@ def _resumed(sampling: SamplingMap | None) -> tuple[int, ...]:
     return msgspec.convert(extra[_OWN], _Resumed).output_token_ids
 
 
-def stop_reasons(wire: WireRequest) -> frozenset[int]:
-    """Tokens that an output which ends with one names as its `stop_reason`.
-
-    To be kept as long as the request runs: the end token itself is never named.
-    """
-    sampling = wire.sampling_params
-    if sampling is None or not sampling.stop_token_ids:
-        return frozenset()
-    return frozenset(sampling.stop_token_ids) - {sampling.eos_token_id}
-
-
 # -- Outputs ---------------------------------------------------------------------------------------
 
 
-def output_to_wire(output: EngineOutput, reasons: Collection[int] = ()) -> WireOutput:
+def output_to_wire(output: EngineOutput, asked: WireRequest) -> WireOutput:
     """Write what a step added to a request.
 
     Args:
         output: Of the engine; its id is the wire's.
-        reasons: The request's `stop_reasons`.
+        asked: The request, as it came.
 
     Raises:
         ModelFailed: a model told logprobs that are no numbers.
     """
-    finish, token_ids = output.finish_reason, output.token_ids
-    stopped = finish is FinishReason.STOP and token_ids and token_ids[-1] in reasons
+    finish = output.finish_reason
     return WireOutput(
         request_id=output.request_id,
-        new_token_ids=token_ids,
+        new_token_ids=output.token_ids,
         new_logprobs=logprobs.of_output(output.logprobs),
         new_prompt_logprobs_tensors=logprobs.of_prompt(output.prompt_logprobs),
         finish_reason=None if finish is None else _CODES[finish],
-        stop_reason=token_ids[-1] if stopped else None,
+        stop_reason=_stop_reason(output, asked) if finish is FinishReason.STOP else None,
         error=None if output.error is None else error_to_wire(output.error),
     )
 
 
+def _stop_reason(output: EngineOutput, asked: WireRequest) -> int | None:
+    """The stop token that ended the text; an end token is none."""
+    sampling = asked.sampling_params
+    if sampling is None or not output.token_ids:
+        return None
+    last = output.token_ids[-1]
+    is_named = last in (sampling.stop_token_ids or ()) and last != sampling.eos_token_id
+    return last if is_named else None
+
+
 def output_from_wire(
-    wire: WireOutput, *, request_id: str | None = None, engine: EngineId | None = None
+    wire: WireOutput,
+    asked: WireRequest,
+    *,
+    request_id: str | None = None,
+    engine: EngineId | None = None,
 ) -> EngineOutput:
     """Read what a step added to a request.
 
     Args:
         wire: Of the engine.
+        asked: The request, as it was sent. vLLM's engines tell as many logprobs of each token as
+            any request of the step asked for: what this one did not ask for is left out.
         request_id: The client's own id; None: the wire's.
         engine: Who sent it; an error names it.
 
     Raises:
-        WireError: its logprobs cannot be read, or are not one a token.
+        WireError: its logprobs cannot be read, or are not one a token where they were asked for.
     """
     request_id = wire.request_id if request_id is None else request_id
     finish = None if wire.finish_reason is None else _REASONS[wire.finish_reason]
-    told = () if wire.new_logprobs is None else logprobs.told_by(wire.new_logprobs)
-    if told and len(told) != len(wire.new_token_ids):
-        raise WireError(
-            f"an output has {len(told)} logprobs for {len(wire.new_token_ids)} tokens",
-            engine=engine,
-            request_id=request_id,
-        )
-    prompt = wire.new_prompt_logprobs_tensors
+    sampling, prompt = asked.sampling_params, wire.new_prompt_logprobs_tensors
+    told: tuple[TokenLogprob, ...] = ()
+    told_of_prompt: tuple[TokenLogprob, ...] = ()
+    if sampling is not None and sampling.logprobs is not None:
+        told = _told(wire, sampling.logprobs)
+    if sampling is not None and sampling.prompt_logprobs is not None and prompt is not None:
+        told_of_prompt = logprobs.told_by(prompt, sampling.prompt_logprobs)
+    failed = finish is FinishReason.ERROR
     return EngineOutput(
         request_id=request_id,
         token_ids=wire.new_token_ids,
         logprobs=told,
-        prompt_logprobs=() if prompt is None else logprobs.told_by(prompt),
+        prompt_logprobs=told_of_prompt,
         finish_reason=finish,
-        error=error_from_wire(wire.error, engine=engine, request_id=request_id)
-        if finish is FinishReason.ERROR
-        else None,
+        error=error_from_wire(wire.error, engine=engine, request_id=request_id) if failed else None,
     )
+
+
+def _told(wire: WireOutput, top: int) -> tuple[TokenLogprob, ...]:
+    arrays, expected = wire.new_logprobs, len(wire.new_token_ids)
+    told = () if arrays is None else logprobs.told_by(arrays, top)
+    if len(told) != expected:
+        raise WireError(
+            f"an output of {wire.request_id} has {len(told)} logprobs for {expected} tokens"
+        )
+    return told
 
 
 def error_to_wire(error: Exception) -> RequestError:

@@ -64,8 +64,8 @@ def _gap(token_id: int) -> tuple[int, float]:
     return token_id, -math.inf
 
 
-def told_by(arrays: LogprobArrays | PromptLogprobArrays) -> tuple[TokenLogprob, ...]:
-    """What arrays say, a token a row.
+def told_by(arrays: LogprobArrays | PromptLogprobArrays, top: int) -> tuple[TokenLogprob, ...]:
+    """What arrays say, a token a row, with at most `top` of the likeliest.
 
     Raises:
         WireError: they do not fit each other.
@@ -80,8 +80,9 @@ def told_by(arrays: LogprobArrays | PromptLogprobArrays) -> tuple[TokenLogprob, 
         values = unpack(arrays.logprobs)
     except ValueError as error:
         raise WireError(f"cannot read logprobs: {error}") from error
-    cells, width = list(zip(token_ids, values, strict=True)), columns[0]
-    starts = range(0, rows * width, width)
+    cells = list(zip(token_ids, values, strict=True))
+    starts = range(0, len(cells), columns[0])
+    width = 1 + min(top, columns[0] - 1)
     return tuple(
         _token_logprob(cells[start : start + width], rank)
         for start, rank in zip(starts, ranks, strict=True)
