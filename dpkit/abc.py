@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from dpkit.messages import ModelSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from dpkit.messages import Batch, EngineId, GenerateRequest, StepResult
 
@@ -192,3 +193,55 @@ class EngineLink(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to drop a request; unknown ids are ignored."""
+
+
+class Worker(Protocol):
+    """A process that a launcher started. It is gone when its block is left."""
+
+    @property
+    def name(self) -> str:
+        """Who it is, in logs and errors."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is its process group and session too."""
+
+    @property
+    def status(self) -> int | None:
+        """Its exit code, or minus the number of the signal that ended it; None while it lives."""
+
+    @property
+    def last_lines(self) -> Sequence[str]:
+        """The last lines that it wrote to stdout and stderr; whole once there is a `status`."""
+
+    async def wait(self) -> int:
+        """Wait for its `status`, which comes at once when it ends."""
+
+    def send_signal(self, signum: int) -> None:
+        """Signal it, and only it; nothing happens if it has ended."""
+
+    def kill(self) -> None:
+        """End it at once, and all that it started."""
+
+
+class Launcher(Protocol):
+    """Starts workers. The state that they work with is prepared before, as the launcher was told.
+
+    Nothing of a worker is left, in whatever session, once its block is left or this process killed.
+    """
+
+    def open_worker(
+        self, work: str, args: Mapping[str, Any] | None = None, *, name: str, grace: float = 5.0
+    ) -> AbstractAsyncContextManager[Worker]:
+        """Start a process that runs ``work(state, **args)``, in a session of its own.
+
+        Args:
+            work: ``"pkg.mod:function"``.
+            args: what JSON can carry.
+            name: who it is, in logs and errors.
+            grace: Seconds from SIGTERM to SIGKILL, when the block is left while it runs.
+
+        Raises:
+            DpkitError: as the code that prepares raised it.
+            LaunchFailed: it raised something else, `work` is not there, or no process came up.
+        """

@@ -1,0 +1,69 @@
+"""What a process writes to its stdout and stderr: relayed to `logging`, and its last lines kept.
+
+Knows nothing of processes: it reads a pipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+
+import trio
+
+KEPT = 20
+"""Lines kept: enough for most tracebacks' ends."""
+
+LONGEST = 16 * 1024
+"""Bytes of a line; a longer one is cut in pieces, so that a flood without line ends stays small."""
+
+_CHUNK = 64 * 1024
+_BURST = 16  # chunks taken without a checkpoint: the pipe's own size, and what comes meanwhile
+
+
+class Output:
+    """The reading end of a process's output. Lines go to the logger `dpkit.worker.NAME`.
+
+    They are warnings, which unconfigured logging shows on the host's own stderr: what a process
+    writes there is meant to be seen.
+    """
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        os.set_blocking(descriptor, False)
+        self.lines: deque[str] = deque(maxlen=KEPT)
+        self._descriptor = descriptor
+        self._logger = logging.getLogger(f"dpkit.worker.{name}")
+        self._rest = b""
+
+    async def relay(self) -> None:
+        """Relay until nobody has the other end any more."""
+        while self.drain():
+            await trio.lowlevel.wait_readable(self._descriptor)
+
+    def drain(self) -> bool:
+        """Relay what is there; False: nothing will come any more."""
+        for _ in range(_BURST):
+            try:
+                data = os.read(self._descriptor, _CHUNK)
+            except BlockingIOError:
+                break
+            if not data:
+                self._take(b"\n" if self._rest else b"")
+                return False
+            self._take(data)
+        return True
+
+    def close(self) -> None:
+        """Close the descriptor; nobody may be in `relay` any more."""
+        os.close(self._descriptor)
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LONGEST:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            for start in range(0, max(len(line), 1), LONGEST):
+                text = line[start : start + LONGEST].decode(errors="replace")
+                self.lines.append(text)
+                self._logger.warning("%s", text)
