@@ -107,6 +107,16 @@ class BlockPool:
             else:
                 self._useless.append(block)
 
+    def forget(self) -> bool:
+        """Have no block be found any more; False, and nothing changes: some are held."""
+        if self._refs:
+            return False
+        self._useless += self._findable
+        self._findable.clear()
+        self._block_of.clear()
+        self._hash_of.clear()
+        return True
+
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare every count with the tables that hold blocks now.
 

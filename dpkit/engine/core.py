@@ -151,6 +151,10 @@ class EngineCore:
         """
         return self._scheduler.shrink()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing is forgotten: requests hold blocks."""
+        return self._scheduler.pool.forget()
+
     def take_outputs(self) -> list[EngineOutput]:
         """Return the refusals since the last call."""
         refusals, self._refusals = self._refusals, {}

@@ -199,6 +199,25 @@ def test_a_prefix_is_computed_once_and_found_even_after_its_request_is_gone(
     assert core.statistics().prefix_hit_tokens == 16
 
 
+def test_a_reset_forgets_all_prefixes_unless_a_request_holds_blocks(
+    make_core: MakeCore, ask: Ask
+) -> None:
+    core = make_core()
+    core.add(ask("a", 16))
+    core.step()
+    assert not core.reset_prefix_cache()
+    while core.has_requests():
+        core.step()
+    assert core.reset_prefix_cache()
+    core.check()
+    core.add(ask("a", 16))
+    batch = core.schedule()
+    assert batch is not None
+    assert batch.num_tokens == 16
+    core.end()
+    core.check()
+
+
 def test_output_is_found_too_by_the_next_turn(make_core: MakeCore, ask: Ask) -> None:
     core = make_core(block_size=2)
     core.add(ask("a", (1, 2, 3), max_tokens=4))
