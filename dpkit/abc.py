@@ -48,6 +48,15 @@ class Tokenizer(Protocol):
         """
 
 
+class ModelFace(Protocol):
+    """What can be known of a model without its weights; every `Model` is one."""
+
+    spec: ModelSpec
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of this model."""
+
+
 class Model(abc.ABC):
     """Weights: what turns a batch into tokens. Shared by all local engines of a group.
 

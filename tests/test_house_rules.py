@@ -55,6 +55,8 @@ LAYERS = [
         "dpkit.nursery.flights",
         "dpkit.nursery.membership",
         "dpkit.nursery.slot",
+        "dpkit.nursery.hosts",
+        "dpkit.nursery.launchers",
         "dpkit.nursery.remote",
         "dpkit.nursery.stream",
         "dpkit.nursery.client",

@@ -13,17 +13,17 @@ from dpkit.errors import ModelFailed, describe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dpkit.abc import Model
+    from dpkit.abc import ModelFace
 
 T = TypeVar("T")
 
 
-def name_of(model: Model, method: str) -> str:
+def name_of(model: ModelFace, method: str) -> str:
     """``pkg.mod.Class.method()``, as messages have it."""
     return f"{type(model).__module__}.{type(model).__qualname__}.{method}()"
 
 
-def call(model: Model, method: str, function: Callable[[], T]) -> T:
+def call(model: ModelFace, method: str, function: Callable[[], T]) -> T:
     """Call `function`, which is `method` of `model`, and return its result.
 
     Raises:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from dpkit.abc import Model
 from dpkit.balancer.dispatch import EarlyDispatch
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
 from dpkit.engine.core import EngineCore
-from dpkit.engine.models import load_model, load_tokenizer, loads_at_once
+from dpkit.engine.models import load_face, load_model, load_tokenizer, loads_at_once
 from dpkit.engine.publish import PublishGate
+from dpkit.names import EngineKind
 from dpkit.nursery.busyloop import BusyLoop
 from dpkit.nursery.client import Client
 from dpkit.nursery.flight import Limits
@@ -28,47 +30,52 @@ from dpkit.nursery.supervisor import Restarts
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dpkit.abc import Model, Policy
+    from dpkit.abc import ModelFace, Policy
     from dpkit.config.schema import Config, EngineGroupConfig
-    from dpkit.messages import EngineId
+    from dpkit.messages import EngineId, EngineStats
     from dpkit.names import Dtype, Quant
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.fanin import StatsFanIn
+    from dpkit.nursery.launchers import Launchers
     from dpkit.nursery.life import MakeLife
     from dpkit.nursery.membership import Membership
 
-    ModelKey = tuple[str, Dtype, Quant]
-    Models = Mapping[ModelKey, Model]
+    ModelKey = tuple[EngineKind, str, Dtype, Quant]
+    Models = Mapping[ModelKey, Model | ModelFace]
 
 
 def model_key(group: EngineGroupConfig) -> ModelKey:
-    """What makes two groups share their weights."""
-    return group.model, group.dtype, group.quant
+    """What makes two groups share what was loaded here."""
+    return group.kind, group.model, group.dtype, group.quant
 
 
 async def load_models(config: Config) -> Models:
     """Load each model once, however many groups and engines use it.
 
+    Of those that compute in processes just what a client needs, which is not their weights.
+
     Raises:
         ModelNotFound, ModelUnsupported: a model cannot be had.
     """
-    models: dict[ModelKey, Model] = {}
-    for name, dtype, quant in dict.fromkeys(map(model_key, config.engines)):
-        load = partial(load_model, name, dtype=dtype, quant=quant)
+    models: dict[ModelKey, Model | ModelFace] = {}
+    for key in dict.fromkeys(map(model_key, config.engines)):
+        kind, name, dtype, quant = key
+        loader = load_model if kind is EngineKind.LOCAL else load_face
+        load = partial(loader, name, dtype=dtype, quant=quant)
         # Weights take seconds, hence the thread. But while one works, a virtual clock sees nothing
         # to wait for and jumps to the next deadline: what is simulated must use none.
-        loaded = load() if loads_at_once(name) else await trio.to_thread.run_sync(load)
-        models[name, dtype, quant] = loaded
-    _share_cores(config, models)
+        models[key] = load() if loads_at_once(name) else await trio.to_thread.run_sync(load)
+    for model in models.values():
+        if isinstance(model, Model) and not model.inline:
+            model.threads_per_engine = threads_per_engine(config, models)
     return models
 
 
-def _share_cores(config: Config, models: Models) -> None:
-    """Let the engines that compute have the cores of this process, each as many."""
-    engines = sum(g.count for g in config.engines if not models[model_key(g)].inline)
-    for model in models.values():
-        if not model.inline:
-            model.threads_per_engine = max(1, len(os.sched_getaffinity(0)) // engines)
+def threads_per_engine(config: Config, models: Models) -> int:
+    """Let the engines that compute have the cores of this machine, each as many."""
+    computing = (g for g in config.engines if not getattr(models[model_key(g)], "inline", False))
+    engines = sum(group.count for group in computing)
+    return max(1, len(os.sched_getaffinity(0)) // max(1, engines))
 
 
 def restarts(group: EngineGroupConfig) -> Restarts:
@@ -91,15 +98,18 @@ class Builder:
         self,
         config: Config,
         models: Models,
+        *,
         membership: Membership,
         fanin: StatsFanIn,
         events: EventLog,
+        launchers: Launchers,
     ) -> None:
         self._config = config
         self._models = models
         self._membership = membership
         self._fanin = fanin
         self._events = events
+        self._launchers = launchers
 
     def rng(self, use: str) -> random.Random:
         """A stream for each use: what one draws changes nothing for the others."""
@@ -130,8 +140,12 @@ class Builder:
 
     def _lives_of(self, group: EngineGroupConfig) -> MakeLife:
         model = self._models[model_key(group)]
+        if isinstance(model, Model) and group.kind is EngineKind.LOCAL:
+            return self._local_lives(group, model)
+        return self._remote_lives(group, model)
+
+    def _local_lives(self, group: EngineGroupConfig, model: Model) -> MakeLife:
         limits = limits_of(group, model.spec)
-        coordinator = self._config.coordinator
 
         def make(engine: EngineId, rank: int, on_lost: Callable[[Exception], None]) -> BusyLoop:
             return BusyLoop(
@@ -140,12 +154,43 @@ class Builder:
                 model=model,
                 core=EngineCore(model, limits=limits),
                 inbox=Inbox(),
-                publish=self._fanin.publish if coordinator.publish else None,
-                gate=PublishGate(coordinator.kv_publish_delta),
+                publish=self._publish,
+                gate=self._gate(),
                 on_lost=on_lost,
             )
 
         return make
+
+    def _remote_lives(self, group: EngineGroupConfig, model: ModelFace) -> MakeLife:
+        from dpkit.nursery.hosts import EngineHost  # noqa: PLC0415 - ZeroMQ only where needed
+        from dpkit.nursery.remote import RemoteLife  # noqa: PLC0415 - likewise
+
+        host = EngineHost(
+            group=group,
+            model=self._launchers.host(group),
+            limits=limits_of(group, model.spec),
+            threads=threads_per_engine(self._config, self._models),
+            kv_publish_delta=self._config.coordinator.kv_publish_delta,
+        )
+
+        def make(engine: EngineId, rank: int, on_lost: Callable[[Exception], None]) -> RemoteLife:
+            return RemoteLife(
+                engine=engine,
+                rank=rank,
+                host=host,
+                publish=self._publish,
+                gate=self._gate(),
+                on_lost=on_lost,
+            )
+
+        return make
+
+    @property
+    def _publish(self) -> Callable[[EngineStats], None] | None:
+        return self._fanin.publish if self._config.coordinator.publish else None
+
+    def _gate(self) -> PublishGate:
+        return PublishGate(self._config.coordinator.kv_publish_delta)
 
     def limits(self) -> Limits:
         """What each client admits."""

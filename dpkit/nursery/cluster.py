@@ -41,6 +41,7 @@ from dpkit.nursery.dump import dump
 from dpkit.nursery.events import EventKind, EventLog
 from dpkit.nursery.eventwriter import EventWriter
 from dpkit.nursery.fanin import StatsFanIn
+from dpkit.nursery.launchers import Launchers
 from dpkit.nursery.membership import Membership
 from dpkit.nursery.reload import make_plan, prepare
 from dpkit.nursery.roster import Roster, refuse_no_time
@@ -99,7 +100,8 @@ class Cluster:
             events=self.events,
             on_bug=self._on_bug,
         )
-        self._builder = Builder(config, models, self._membership, self._fanin, self.events)
+        self._launchers = Launchers()
+        self._builder = self._make_builder(config, models)
         self._roster = Roster(config, self._builder, self._membership, self._on_bug)
         made = [self._builder.client(index, clients) for index in range(clients)]
         self.clients: Sequence[Client] = tuple(client for client, _ in made)
@@ -223,9 +225,13 @@ class Cluster:
             if not (plan := self.plan(config)):
                 return plan
             models = await load_models(config)
-            builder = Builder(config, models, self._membership, self._fanin, self.events)
+            builder = self._make_builder(config, models)
             policies = self._new_policies(config, builder)
-            change = await prepare(self._roster, builder, config)
+            try:
+                change = await prepare(self._roster, builder, config, self._launchers.wait_loaded)
+            except BaseException:
+                self._launchers.keep(self.config.engines)
+                raise
             try:
                 self._switch(config, builder, policies)
             except BaseException:
@@ -234,7 +240,18 @@ class Cluster:
             change.commit(self._roster)
             self.events.emit(EventKind.RELOADED, detail=str(plan))
             await self._roster.take_down(change.leaving, deadline)
+            self._launchers.keep(config.engines)
             return plan
+
+    def _make_builder(self, config: Config, models: Models) -> Builder:
+        return Builder(
+            config,
+            models,
+            membership=self._membership,
+            fanin=self._fanin,
+            events=self.events,
+            launchers=self._launchers,
+        )
 
     def _new_policies(self, config: Config, builder: Builder) -> list[Policy | None]:
         """Make the policy of each client; None: it keeps the one it has."""
@@ -264,7 +281,12 @@ class Cluster:
         services.start_soon(self._membership.keep_time, name="ejection timer")
         for flights in self._flights:
             services.start_soon(flights.keep_time, name="deadline timer")
+        self._launchers.start(services)
         self._roster.start_all(services)
+
+    async def wait_loaded(self) -> None:
+        """Wait until all models that compute in processes are loaded; raises what kept one."""
+        await self._launchers.wait_loaded()
 
     def begin(self) -> None:
         """The body begins."""
@@ -343,6 +365,7 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
     async with open_services(grace=config.cluster.grace, failure=cluster.failure) as services:
         cluster.start(services)
         try:
+            await cluster.wait_loaded()
             await cluster.wait_ready()
             cluster.begin()
             yield cluster

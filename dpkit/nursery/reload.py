@@ -16,7 +16,7 @@ from dpkit.names import Strategy
 from dpkit.nursery.roster import Group, count_alive, refuse_few
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from dpkit.config.schema import Config, EngineGroupConfig
     from dpkit.nursery.build import Builder
@@ -139,15 +139,19 @@ class Change:
             slot.retire()
 
 
-async def prepare(roster: Roster, builder: Builder, new: Config) -> Change:
+async def prepare(
+    roster: Roster, builder: Builder, new: Config, wait_loaded: Callable[[], Awaitable[None]]
+) -> Change:
     """Bring up the engines that a new config asks for and the roster has not, held back.
 
     Args:
         roster: Of the running cluster; unchanged by this.
         builder: Of the new config.
         new: The new config.
+        wait_loaded: Waits until the models of the new engines can be had.
 
     Raises:
+        ModelNotFound, ModelUnsupported, LaunchFailed: a model cannot be had.
         ConfigError: too many of the engines that would stay are down.
         ScalingFailed: an engine did not come up; all new ones are gone again.
         ClusterClosed: the cluster ends.
@@ -168,6 +172,7 @@ async def prepare(roster: Roster, builder: Builder, new: Config) -> Change:
     staying = {slot for group in change.groups.values() for slot in group.slots}
     change.leaving = [slot for slot in roster.slots if slot not in staying]
     refuse_few(count_alive(staying), new.cluster.min_ready, "cannot apply the new config")
+    await wait_loaded()
     await roster.bring_up(
         [
             (group.config, [s for s in group.slots if s in change.arriving])

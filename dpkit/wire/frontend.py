@@ -63,7 +63,7 @@ class FrontendSockets:
     input: ZSocket
     """A ROUTER to send requests by, watched for drops. Until `welcome` returns it is read there."""
     output: ZSocket
-    """A PULL."""
+    """A PULL, watched for drops: one whose message is too large is dropped with no other sign."""
     init: Init
     local: bool | None
     _guests: dict[int, _Guest]
@@ -186,7 +186,7 @@ async def open_frontend(
             return await stack.enter_async_context(entered)
 
         requests = await bind(zmq.ROUTER, bind_input, watch=True)
-        outputs = await bind(zmq.PULL, bind_output)
+        outputs = await bind(zmq.PULL, bind_output, watch=True)
         addresses = Addresses(
             inputs=(requests.endpoint,),
             outputs=(outputs.endpoint,),

@@ -15,7 +15,7 @@ from dpkit.names import Dtype, Quant
 from dpkit.sampling import shown
 
 if TYPE_CHECKING:
-    from dpkit.abc import Tokenizer
+    from dpkit.abc import ModelFace, Tokenizer
 
 _CLASS_PATH = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
@@ -46,10 +46,23 @@ def load_model(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NON
     try:
         from dpkit.engine.models.torch import load_torch_model  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise ModelUnsupported(
-            f"loading model {name!r}: {error.name} is missing; try: pip install 'dpkit[torch]'"
-        ) from error
+        raise _missing(name, error) from error
     return load_torch_model(name, dtype=dtype, quant=quant)
+
+
+def load_face(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NONE) -> ModelFace:
+    """Load what can be known of a model without its weights; arguments and errors as `load_model`.
+
+    Imports no torch. A class of yours is made all the same, since only it knows its tokenizer: load
+    in `allocate`, or in the first `execute`, what is heavy.
+    """
+    if name == "echo" or name.startswith("cost:") or _CLASS_PATH.fullmatch(name):
+        return load_model(name)
+    try:
+        from dpkit.engine.models.torch.face import TorchFace  # noqa: PLC0415 - numpy, tokenizers
+    except ModuleNotFoundError as error:
+        raise _missing(name, error) from error
+    return TorchFace(name, dtype=dtype, quant=quant)
 
 
 def loads_at_once(name: str) -> bool:
@@ -64,7 +77,13 @@ def loads_at_once(name: str) -> bool:
     return isinstance(found, type) and issubclass(found, Model) and found.inline
 
 
-def load_tokenizer(model: Model, name: str) -> Tokenizer:
+def _missing(name: str, error: ModuleNotFoundError) -> ModelUnsupported:
+    return ModelUnsupported(
+        f"loading model {name!r}: {error.name} is missing; try: pip install 'dpkit[torch]'"
+    )
+
+
+def load_tokenizer(model: ModelFace, name: str) -> Tokenizer:
     """Make the tokenizer of a model that a config calls `name`.
 
     Raises:

@@ -24,6 +24,7 @@ from dpkit.engine.models.torch.architecture import (
 from dpkit.engine.models.torch.attention import choose_backend
 from dpkit.engine.models.torch.attention.base import CacheKind
 from dpkit.engine.models.torch.batch import build_tensors
+from dpkit.engine.models.torch.face import tokenizer_of
 from dpkit.engine.models.torch.hf import HfTransformer
 from dpkit.engine.models.torch.precision import resolve_dtype
 from dpkit.engine.models.torch.result import make_result
@@ -32,7 +33,6 @@ from dpkit.engine.models.torch.transformer import Transformer
 from dpkit.engine.models.torch.weights import Weights
 from dpkit.errors import ModelUnsupported, OutOfMemory
 from dpkit.names import Dtype, Quant
-from dpkit.text.hf import HfTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from dpkit.checkpoint import Checkpoint
     from dpkit.messages import Batch, StepResult
+    from dpkit.text.hf import HfTokenizer
 
 
 _TORCH_DTYPES: Mapping[Dtype, torch.dtype] = MappingProxyType(
@@ -83,12 +84,7 @@ class TorchModel(Model):
         Raises:
             ModelUnsupported: it is damaged, or its chat template is.
         """
-        return HfTokenizer(
-            self._checkpoint.tokenizer_json,
-            where=str(self._checkpoint.path),
-            chat_template=self._checkpoint.chat_template,
-            special_tokens=self._checkpoint.special_tokens,
-        )
+        return tokenizer_of(self._checkpoint)
 
     def allocate(self, *, num_blocks: int, block_size: int) -> Tensor:
         """Make one engine's KV cache, and tell torch how many threads this engine may use.

@@ -1,0 +1,322 @@
+"""The head's end of one life of an engine on the wire: requests out, outputs in, who holds what.
+
+One connection a life, with sockets of its own: what comes from an earlier life comes to nobody.
+Links of several clients share it; the ids on the wire are made here, unique for that life. Works
+with dpkit's engines and with vLLM's alike. Waits for nothing: whoever owns the sockets pumps.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import define, field
+
+from dpkit.errors import EngineLost, WireError
+from dpkit.messages import EngineOutput
+from dpkit.names import FinishReason
+from dpkit.wire.codec import (
+    Abort,
+    Add,
+    EngineDead,
+    Utility,
+    decode_output,
+    encode_input,
+    rank_identity,
+)
+from dpkit.wire.convert import output_from_wire, to_wire
+from dpkit.wire.structs import SchedulerStats, UtilityCall
+from dpkit.wire.zsocket import PeerGone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from dpkit.messages import EngineId, GenerateRequest
+    from dpkit.nursery.inbox import Deliver
+    from dpkit.wire.structs import Envelope, UtilityAnswer, WireOutput, WireRequest
+    from dpkit.wire.zsocket import ZSocket
+
+PROGRESS = "dpkit_progress"
+"""The call that a dpkit engine answers at once, in the middle of a step too."""
+
+
+@define(eq=False)
+class _Held:
+    """A request that the engine has."""
+
+    request_id: str
+    asked: WireRequest
+    link: ZmqLink
+
+
+class WireConnection:
+    """One life of an engine as its head sees it.
+
+    Args:
+        engine: The incarnation at the other end.
+        rank: Its rank, by which the socket knows it.
+        socket: A ROUTER that the engine has connected to.
+        limit: Bytes that one message of the engine may have.
+        on_stats: Called with every word of the engine on its load, after the outputs beside it.
+    """
+
+    def __init__(
+        self,
+        engine: EngineId,
+        rank: int,
+        socket: ZSocket,
+        *,
+        limit: int,
+        on_stats: Callable[[SchedulerStats], None],
+    ) -> None:
+        self.engine = engine
+        self.stats = SchedulerStats()
+        """The engine's newest word on its load."""
+        self.closed = False
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called when the engine has nothing of ours left."""
+        self.progress = Progress()
+        self._rank = rank
+        self._identity = rank_identity(rank)
+        self._socket = socket
+        self._limit = limit
+        self._on_stats = on_stats
+        self._held: dict[str, _Held] = {}
+        self._aborting: set[str] = set()  # the engine has not yet said that it has dropped them
+        self._numbers = count()
+
+    def __repr__(self) -> str:
+        return f"<WireConnection to {self.engine}: {len(self._held)} requests>"
+
+    @property
+    def held(self) -> list[str]:
+        """Ids of the requests that the engine has and whose clients have not left."""
+        return [held.request_id for held in self._held.values()]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine has nothing of ours, aborted requests among it."""
+        return not self._held and not self._aborting
+
+    # To the engine.
+
+    def submit(self, request: GenerateRequest, link: ZmqLink) -> str:
+        """Send a request; returns what it is called on the wire.
+
+        Raises:
+            EngineLost: this life takes no more requests.
+            RequestRejected: it cannot be put into a message.
+        """
+        if self.closed:
+            raise EngineLost(
+                f"request {request.request_id} came too late: its engine takes no more requests",
+                engine=self.engine,
+                request_id=request.request_id,
+            )
+        wire_id = f"{request.request_id}-{next(self._numbers):x}"
+        asked = to_wire(request, wire_id=wire_id)
+        self._send(encode_input(Add(asked)), f"request {request.request_id}")
+        self._held[wire_id] = _Held(request.request_id, asked, link)
+        return wire_id
+
+    def abort(self, wire_id: str) -> None:
+        """Have the engine drop a request; what it still says of it reaches nobody. Idempotent."""
+        if self._held.pop(wire_id, None) is None:
+            return
+        self._aborting.add(wire_id)
+        try:
+            self._send(encode_input(Abort((wire_id,))), wire_id)
+        except EngineLost:  # gone, and the request with it; whoever watches the process says so
+            self._settle(wire_id)
+
+    def ask_progress(self, now: float) -> None:
+        """Ask the engine how far it is, unless it still owes an answer."""
+        if (call_id := self.progress.ask(now)) is not None:
+            call = UtilityCall(client_index=0, call_id=call_id, method=PROGRESS)
+            with suppress(EngineLost):  # likewise
+                self._send(encode_input(Utility(call)), PROGRESS)
+
+    def _send(self, frames: Sequence[bytes], what: str) -> None:
+        try:
+            self._socket.send_nowait([self._identity, *frames])
+        except (PeerGone, trio.ClosedResourceError, trio.BrokenResourceError) as error:
+            raise EngineLost(
+                f"engine {self.engine} is gone: {what} could not be sent to it",
+                engine=self.engine,
+            ) from error
+
+    # From the engine.
+
+    def take(self, frames: list[bytes]) -> None:
+        """Take in one message.
+
+        Raises:
+            WireError: it cannot be read, or says what no engine may say to a client.
+            EngineLost: the engine says that it is dead, or dying.
+        """
+        message = decode_output(frames, limit=self._limit)
+        if isinstance(message, EngineDead):
+            raise EngineLost(f"engine {self.engine} met an error", engine=self.engine)
+        if message.utility_output is not None:
+            self._take_answer(message.utility_output)
+        else:
+            self._take_batch(message)
+
+    def _take_answer(self, answer: UtilityAnswer) -> None:
+        self.progress.answered(answer, trio.current_time())
+
+    def _take_batch(self, envelope: Envelope) -> None:
+        if envelope.wave_complete is not None or envelope.start_wave is not None:
+            raise WireError(f"engine {self.engine} spoke of waves to a client, not a coordinator")
+        for output in envelope.outputs:
+            self._take_output(output)
+        for wire_id in envelope.finished_requests or ():
+            self._take_end(wire_id)
+        if envelope.scheduler_stats is not None:
+            self.stats = envelope.scheduler_stats
+            self._on_stats(self.stats)
+
+    def _take_output(self, output: WireOutput) -> None:
+        held = self._held.get(output.request_id)
+        if held is None:
+            return  # aborted meanwhile
+        if output.finish_reason is not None:
+            del self._held[output.request_id]
+        told = output_from_wire(output, held.asked, request_id=held.request_id, engine=self.engine)
+        if isinstance(told.error, EngineLost):  # then it is dying: no other may be placed there
+            self._held[output.request_id] = held
+            raise told.error
+        if output.finish_reason is not None:
+            held.link.forget(held.request_id)
+        held.link.deliver(self.engine, told)
+        if output.finish_reason is not None:
+            self._note_idle()
+
+    def _take_end(self, wire_id: str) -> None:
+        """The engine has nothing of this id any more."""
+        held = self._held.pop(wire_id, None)
+        if held is not None:
+            error = EngineLost(
+                f"engine {self.engine} dropped request {held.request_id} without a word",
+                engine=self.engine,
+                request_id=held.request_id,
+            )
+            held.link.fail(held.request_id, error)
+        self._settle(wire_id)
+
+    def _settle(self, wire_id: str) -> None:
+        self._aborting.discard(wire_id)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self.is_idle:
+            self.on_idle()
+
+    def fail_all(self, cause: Exception, said: str) -> None:
+        """Tell every request that is here that its engine is lost."""
+        held, self._held = self._held, {}
+        self._aborting.clear()
+        for each in held.values():
+            error = EngineLost(
+                f"engine {self.engine} was lost while it held request {each.request_id}: {said}",
+                engine=self.engine,
+                request_id=each.request_id,
+            )
+            error.__cause__ = cause
+            each.link.fail(each.request_id, error)
+
+    def contradictions(self) -> Iterator[str]:
+        """What the engine said of an idle moment that is not idle."""
+        if not self.is_idle:
+            return  # what is under way between here and there cannot be told from a mistake
+        stats = self.stats
+        if stats.num_running_reqs or stats.num_waiting_reqs:
+            count_ = stats.num_running_reqs + stats.num_waiting_reqs
+            yield f"{self.engine} says that it has {count_} requests, and is charged with none"
+        elif stats.kv_cache_usage:
+            share = f"{stats.kv_cache_usage:.1%}"
+            yield f"{self.engine} says that {share} of its blocks are held, and has no requests"
+
+
+@define
+class Progress:
+    """How far an engine is, by question and answer: it works, it waits, or it says nothing.
+
+    An engine that is busy with one step for long tells since when; one that is stopped tells
+    nothing, and then the question is as old as its silence.
+    """
+
+    _call_id: int = field(default=0, init=False)
+    _asked_at: float | None = field(default=None, init=False)
+    _step: int | None = field(default=None, init=False)
+    _step_began: float | None = field(default=None, init=False)
+
+    @property
+    def step_started_at(self) -> float | None:
+        """When what the engine is at began; None: it waits for work."""
+        if self._step_began is not None:
+            return self._step_began
+        return self._asked_at
+
+    def ask(self, now: float) -> int | None:
+        """The id of a new question; None: the last one has not been answered."""
+        if self._asked_at is not None:
+            return None
+        self._asked_at = now
+        self._call_id += 1
+        return self._call_id
+
+    def answered(self, answer: UtilityAnswer, now: float) -> None:
+        """Take in an answer; one to somebody else's question is none of ours."""
+        if answer.call_id != self._call_id:
+            return
+        self._asked_at = None
+        match answer.result:
+            case [_, [int(step), float() | int() as elapsed]]:
+                if step != self._step or self._step_began is None:
+                    self._step, self._step_began = step, now - elapsed
+            case _:  # between two steps; vLLM's engines answer there only
+                self._step_began = None
+
+
+class ZmqLink:
+    """Implements `dpkit.abc.EngineLink`; owns nothing.
+
+    Args:
+        connection: To the incarnation at the other end.
+        deliver: Where the outputs go: a client's `deliver`.
+    """
+
+    def __init__(self, connection: WireConnection, deliver: Deliver) -> None:
+        self.engine = connection.engine
+        self.deliver = deliver
+        self._connection = connection
+        self._wire_ids: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"<ZmqLink to {self.engine}>"
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Send a request."""
+        self._wire_ids[request.request_id] = self._connection.submit(request, self)
+
+    def abort(self, request_id: str) -> None:
+        """Ask the engine to drop a request; unknown ids are ignored."""
+        if (wire_id := self._wire_ids.pop(request_id, None)) is not None:
+            self._connection.abort(wire_id)
+
+    # The other half of the connection.
+
+    def forget(self, request_id: str) -> None:
+        """A request has its last output, or is about to have it."""
+        self._wire_ids.pop(request_id, None)
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End a request with an error."""
+        self.forget(request_id)
+        self.deliver(
+            self.engine,
+            EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error),
+        )

@@ -1,0 +1,156 @@
+"""Where engines in processes come from: a launcher for every model, and sockets for every life.
+
+A launcher loads its model once, however many engines use it. Imports ZeroMQ, so it is imported only
+where there is such an engine. What becomes of a life is `dpkit.nursery.remote`'s affair.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from itertools import count
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import asdict, frozen
+
+from dpkit.launch.spawn import open_spawner
+from dpkit.launch.zygote import open_zygote
+from dpkit.names import StartMethod, Transport
+from dpkit.nursery.context import protected_context
+from dpkit.wire.frontend import open_frontend
+from dpkit.wire.zsocket import open_context
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
+
+    from dpkit.abc import Launcher, Worker
+    from dpkit.config.schema import EngineGroupConfig
+    from dpkit.engine.limits import EngineLimits
+    from dpkit.messages import EngineId
+    from dpkit.wire.frontend import FrontendSockets
+
+GRACE_S = 1.0
+"""From SIGTERM to SIGKILL, for an engine that has nothing left to do."""
+
+_LONGEST_FOLDER = 80
+"""Of the 107 bytes that the path of a Unix socket may have; the rest is for its name."""
+
+
+class ModelHost:
+    """Keeps the launcher of one model; `run` is a service task, until `stop`."""
+
+    def __init__(self, group: EngineGroupConfig) -> None:
+        self.error: Exception | None = None
+        """What loading raised."""
+        self.name = group.model
+        self._group = group
+        self._launcher: Launcher | None = None
+        self._folder = ""
+        self._numbers = count()
+        self._settled = trio.Event()
+        self._scope = trio.CancelScope()
+
+    async def run(self) -> None:
+        """Load the model and be there; what loading raises is kept for whoever wants a launcher."""
+        try:
+            with self._scope, tempfile.TemporaryDirectory(prefix="dpkit-", dir=_parent()) as folder:
+                self._folder = folder
+                async with self._open() as self._launcher:
+                    self._settled.set()
+                    await trio.sleep_forever()
+        except Exception as error:  # noqa: BLE001 - raised by `launcher`
+            self.error = error
+        finally:
+            self._settled.set()
+
+    def _open(self) -> AbstractAsyncContextManager[Launcher]:
+        group = self._group
+        opener = open_zygote if group.process.start is StartMethod.FORK else open_spawner
+        return opener(
+            "dpkit.launch.child:prepare",
+            {"model": group.model, "dtype": group.dtype.value, "quant": group.quant.value},
+            name=group.model,
+            runtime_dir=self._folder,
+        )
+
+    def stop(self) -> None:
+        """No engine needs it any more."""
+        self._scope.cancel()
+
+    async def launcher(self) -> Launcher:
+        """Wait until the model is loaded.
+
+        Raises:
+            ModelNotFound, ModelUnsupported, LaunchFailed: it cannot be had.
+        """
+        await self._settled.wait()
+        if self.error is not None:
+            raise self.error
+        assert self._launcher is not None  # noqa: S101 - settled, and without an error
+        return self._launcher
+
+    def addresses(self, transport: Transport) -> tuple[str, str, str]:
+        """Three addresses to bind: for the handshake, for requests, for outputs."""
+        if transport is Transport.TCP:
+            return ("tcp://127.0.0.1:*",) * 3
+        path = f"ipc://{self._folder}/{next(self._numbers)}"
+        return f"{path}h", f"{path}i", f"{path}o"
+
+
+def _parent() -> str | None:
+    """Where the folder of sockets is to lie: None, the usual place, unless its path is too long."""
+    return "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER else None  # noqa: S108 - as said
+
+
+@frozen(kw_only=True)
+class EngineHost:
+    """Starts the engines of one group."""
+
+    group: EngineGroupConfig
+    model: ModelHost
+    limits: EngineLimits
+    threads: int
+    """Of each engine."""
+    kv_publish_delta: float
+
+    @protected_context
+    async def open_sockets(self, rank: int) -> AsyncIterator[FrontendSockets]:
+        """Bind the sockets of one life."""
+        await self.model.launcher()  # no model, no folder
+        handshake, requests, outputs = self.model.addresses(self.group.process.transport)
+        async with (
+            open_context() as context,
+            open_frontend(
+                context,
+                ranks=[rank],
+                bind_handshake=handshake,
+                bind_input=requests,
+                bind_output=outputs,
+                local=True,
+                max_message_bytes=self.group.process.max_message,
+            ) as sockets,
+        ):
+            yield sockets
+
+    @protected_context
+    async def open_worker(
+        self, engine: EngineId, rank: int, handshake: str
+    ) -> AsyncIterator[Worker]:
+        """Start the process of one life; it says HELLO at the address."""
+        launcher = await self.model.launcher()
+        args = {
+            "handshake": handshake,
+            "rank": rank,
+            "name": str(engine),
+            "limits": asdict(self.limits),
+            "threads": self.threads,
+            "kv_publish_delta": self.kv_publish_delta,
+            "max_message": self.group.process.max_message,
+            "log_level": logging.getLogger("dpkit").getEffectiveLevel(),
+        }
+        async with launcher.open_worker(
+            "dpkit.launch.child:work", args, name=str(engine), grace=GRACE_S
+        ) as worker:
+            yield worker

@@ -1,0 +1,315 @@
+"""One life of an engine in a process of its own, from the launch to the last word.
+
+Owns everything that this life has here: sockets, the process, and the tasks that pump, watch and
+ask. They end together: a process that dies, hangs, or says what cannot be read ends its own life,
+and no other. The process itself is started and reaped by a launcher (`dpkit.launch`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Never
+
+import trio
+
+from dpkit.engine.core import EngineCoreStatistics
+from dpkit.errors import EngineLost, LaunchFailed, WireError, describe
+from dpkit.link.zmq import WireConnection, ZmqLink
+from dpkit.messages import EngineStats, StepReport
+from dpkit.wire.structs import EngineReport, SchedulerStats
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Set as AbstractSet
+
+    from dpkit.abc import Worker
+    from dpkit.engine.publish import PublishGate
+    from dpkit.messages import EngineId
+    from dpkit.nursery.hosts import EngineHost
+    from dpkit.nursery.inbox import Deliver
+    from dpkit.wire.frontend import FrontendSockets
+    from dpkit.wire.zsocket import ZSocket
+
+ASK_EVERY_S = 1.0
+"""How often an engine is asked how far it is, or a quarter of `step_timeout` if that is less."""
+
+_DEATH_S = 0.5
+"""Longer than it takes from the end of a process until its parent knows."""
+
+
+class RemoteLife:
+    """A `dpkit.nursery.life.Life` in another process; `run` is its task.
+
+    Args:
+        engine: The incarnation this life is known by.
+        rank: Of the engine in the cluster.
+        host: Starts the process, and binds the sockets.
+        publish: Takes its stats, synchronously. None: nothing is published.
+        gate: Says when the counts have changed enough to be published.
+        on_lost: Told that this life is over, before its requests are.
+    """
+
+    is_interruptible = True  # whatever it does, its process can be killed
+
+    def __init__(
+        self,
+        *,
+        engine: EngineId,
+        rank: int,
+        host: EngineHost,
+        publish: Callable[[EngineStats], None] | None,
+        gate: PublishGate,
+        on_lost: Callable[[Exception], None],
+    ) -> None:
+        self.engine = engine
+        self.limits = host.limits
+        self.ready = trio.Event()
+        self.ended = trio.Event()
+        self.cause: Exception | None = None
+        self._rank = rank
+        self._host = host
+        self._ask_every = min(ASK_EVERY_S, host.group.supervision.step_timeout / 4)
+        self._publish = publish
+        self._gate = gate
+        self._on_lost = on_lost
+        self._seq = 0
+        self._closed = False
+        self._connection: WireConnection | None = None
+        self._worker: Worker | None = None
+        self._finished = trio.Event()
+        self._scope = trio.CancelScope()
+
+    def __repr__(self) -> str:
+        state = "ended" if self.ended.is_set() else "ready" if self.ready.is_set() else "starting"
+        where = "" if self._worker is None else f" in process {self._worker.pid}"
+        return f"<RemoteLife {self.engine}: {state}{where}>"
+
+    @property
+    def model_class(self) -> str:
+        """The model by its name in the config: its class lives elsewhere."""
+        return self._host.group.model
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None: it has none yet."""
+        return None if self._worker is None else self._worker.pid
+
+    @property
+    def step_started_at(self) -> float | None:
+        """When what the engine is at began, as far as it has said."""
+        return None if self._connection is None else self._connection.progress.step_started_at
+
+    async def run(self) -> None:
+        """Launch the process and serve, until closed and nothing is left to do.
+
+        Error handling:
+            LaunchFailed: it did not come up in time, or died meanwhile. EngineLost: it died, or
+            met an error. WireError: it said what cannot be read. ModelNotFound and others: what
+            loading the model raised.
+        """
+        try:
+            with self._scope:
+                await self._live()
+        except Exception as error:  # noqa: BLE001 - raised below, as its first cause
+            self._end_with(error)
+        except trio.Cancelled:
+            self.lose(EngineLost(f"engine {self.engine} was stopped", engine=self.engine))
+            raise
+        finally:
+            self.close()
+            self.ended.set()
+        if self.cause is not None:
+            raise self.cause
+
+    async def _live(self) -> None:
+        async with (
+            self._host.open_sockets(self._rank) as sockets,
+            self._host.open_worker(self.engine, self._rank, sockets.handshake_address) as worker,
+            trio.open_nursery() as nursery,
+        ):
+            self._worker = worker
+            nursery.start_soon(self._guard, self._watch_process, worker)
+            nursery.start_soon(self._guard, self._serve, sockets, worker, nursery)
+            await self._finished.wait()
+            nursery.cancel_scope.cancel()
+
+    @trio.lowlevel.enable_ki_protection
+    async def _guard(self, task: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Run one of this life's tasks; what it raises ends the life, and goes into no group."""
+        try:
+            await task(*args)
+        except Exception as error:  # noqa: BLE001 - it comes out of `run`
+            self._end_with(error)
+
+    async def _serve(self, sockets: FrontendSockets, worker: Worker, nursery: trio.Nursery) -> None:
+        await self._welcome(sockets)
+        connection = self._connection = WireConnection(
+            self.engine,
+            self._rank,
+            sockets.input,
+            limit=self._host.group.process.max_message,
+            on_stats=self._on_stats,
+        )
+        connection.on_idle = self._note_idle
+        connection.closed = self._closed
+        self.ready.set()
+        self._note_idle()  # it may have been closed already
+        nursery.start_soon(self._guard, self._ask, connection)
+        nursery.start_soon(self._guard, self._watch_link, sockets.output, worker)
+        await sockets.output.pump(connection.take)
+
+    async def _welcome(self, sockets: FrontendSockets) -> None:
+        timeout = self._host.group.process.start_timeout
+        try:
+            await sockets.welcome(self._rank, trio.current_time() + timeout)
+        except LaunchFailed as error:
+            raise LaunchFailed(
+                f"engine {self.engine} was not ready within {timeout:g} s "
+                f"(engines.process.start_timeout): {error}; {self._last_words()}",
+                engine=self.engine,
+            ) from error
+
+    async def _watch_link(self, socket: ZSocket, worker: Worker) -> None:
+        """End this life when the engine's end of a socket is gone: what it says next is lost."""
+        most = self._host.group.process.max_message
+
+        def refuse(_: str) -> Never:
+            raise WireError(
+                f"engine {self.engine} dropped its connection, or was dropped for a message of "
+                f"more than {most:,} bytes (engines.process.max_message)",
+                engine=self.engine,
+            )
+
+        try:
+            await socket.watch_peers(on_drop=refuse)
+        except WireError:
+            # Most often its process has ended, which is about to be known and says more.
+            with trio.move_on_after(_DEATH_S):
+                await worker.wait()
+                await trio.sleep_forever()
+            raise
+
+    async def _watch_process(self, worker: Worker) -> None:
+        status = await worker.wait()
+        how = f"its process {worker.pid} {status}; {self._last_words()}"
+        if self.ready.is_set():
+            raise EngineLost(f"engine {self.engine} is lost: {how}", engine=self.engine)
+        raise LaunchFailed(f"engine {self.engine} did not come up: {how}", engine=self.engine)
+
+    def _last_words(self) -> str:
+        lines = [] if self._worker is None else list(self._worker.last_lines)
+        return f"its last words: {lines[-1]}" if lines else "it said nothing"
+
+    async def _ask(self, connection: WireConnection) -> None:
+        while True:
+            connection.ask_progress(trio.current_time())
+            await trio.sleep(self._ask_every)
+
+    def _on_stats(self, stats: SchedulerStats) -> None:
+        running, waiting = stats.num_running_reqs, stats.num_waiting_reqs
+        if self._publish is None or not self._gate.due(running, waiting, stats.kv_cache_usage):
+            return
+        self._seq += 1
+        self._publish(
+            EngineStats(
+                engine=self.engine,
+                index=self._rank,
+                seq=self._seq,
+                waiting=waiting,
+                running=running,
+                kv_cache_usage=stats.kv_cache_usage,
+                current_wave=stats.current_wave,
+                step_counter=stats.step_counter,
+                report=self.report(),
+            )
+        )
+
+    def _note_idle(self) -> None:
+        if self._closed and self._connection is not None and self._connection.is_idle:
+            self._finished.set()
+
+    # The end.
+
+    def close(self) -> None:
+        """Take nothing new, and end when what is there is finished; idempotent."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.closed = True
+            self._note_idle()
+        elif not self.ready.is_set():
+            self._scope.cancel()  # there is nothing to finish, and a start may take minutes
+
+    def lose(self, cause: Exception) -> None:
+        """Give this life up, whatever it does: its process is killed; idempotent."""
+        self._end_with(cause)
+        if self._worker is not None:
+            self._worker.kill()
+
+    def abandon(self) -> None:
+        """Nothing: a process that does not end is killed as it is."""
+
+    @trio.lowlevel.enable_ki_protection
+    def _end_with(self, cause: Exception) -> None:
+        """This life is over: first whoever places requests is told, then the requests are."""
+        if self.cause is not None:
+            return
+        self.cause = cause
+        self.close()
+        self._on_lost(cause)
+        if self._connection is not None:
+            self._connection.fail_all(cause, describe(cause))
+        self._scope.cancel()
+
+    # What is known of it.
+
+    def link(self, deliver: Deliver) -> ZmqLink:
+        """A link to this life for one client."""
+        assert self._connection is not None, "an engine is linked when it is ready"  # noqa: S101
+        return ZmqLink(self._connection, deliver)
+
+    def statistics(self) -> EngineCoreStatistics:
+        """What the engine has done since its birth, by its newest word."""
+        stats, said = self._stats, self._said
+        return EngineCoreStatistics(
+            running=0 if self.cause else stats.num_running_reqs,
+            waiting=0 if self.cause else stats.num_waiting_reqs,
+            kv_cache_usage=0.0 if self.cause else stats.kv_cache_usage,
+            free_blocks=self.limits.num_blocks if self.cause else said.free_blocks,
+            num_blocks=self.limits.num_blocks,
+            peak_kv_usage=said.peak_kv_usage,
+            steps=said.steps,
+            requests_finished=said.requests_finished,
+            requests_aborted=said.requests_aborted,
+            requests_refused=said.requests_refused,
+            prompt_tokens=said.prompt_tokens,
+            output_tokens=said.output_tokens,
+            preemptions=said.preemptions,
+            prefix_hit_tokens=said.prefix_hit_tokens,
+            steps_halved=said.steps_halved,
+        )
+
+    def report(self) -> StepReport:
+        """How much work its requests are, by its newest word."""
+        said = self._said
+        return StepReport(
+            step_time_s=said.step_time_s,
+            unprefilled_tokens=said.unprefilled_tokens,
+            context_tokens=said.context_tokens,
+        )
+
+    def audit(self, charged: AbstractSet[str]) -> Iterator[str]:
+        """What is charged to it against what was sent there, and against its own word when idle."""
+        held = set(self._connection.held) if self._connection is not None else set()
+        yield from (f"{name} is charged to {self.engine}, which lost it" for name in charged - held)
+        yield from (f"{name} is on {self.engine}, charged to nobody" for name in held - charged)
+        if self._connection is not None and self.cause is None:
+            yield from self._connection.contradictions()
+
+    @property
+    def _stats(self) -> SchedulerStats:
+        return SchedulerStats() if self._connection is None else self._connection.stats
+
+    @property
+    def _said(self) -> EngineReport:
+        said = self._stats.dpkit
+        idle = EngineReport(free_blocks=self.limits.num_blocks)
+        return said if isinstance(said, EngineReport) else idle
