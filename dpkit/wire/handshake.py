@@ -39,7 +39,7 @@ COORDINATOR_PATIENCE = 600.0
 """Seconds that an engine waits for the others to subscribe: what vLLM's frontends wait for all."""
 HANDSHAKE_LINGER_MS = 5000
 OUTPUT_LINGER_MS = 4000
-"""As vLLM's: what an engine says last, such as that it died, leaves before its process ends."""
+"""As vLLM's: READY, and what an engine says last, leave before its process ends."""
 
 
 @frozen(kw_only=True)
@@ -77,7 +77,7 @@ class EngineConnection:
             self.coordinator_in.send_nowait([SUBSCRIBE])
             await _coordinator_ready(self.coordinator_in, patience)
         self._owner.send_nowait([self._ready])
-        self._owner.close()
+        self._owner.close(linger_ms=HANDSHAKE_LINGER_MS)
 
 
 @asynccontextmanager
@@ -131,7 +131,7 @@ async def open_engine_connection(
         async def connect_push(address: str) -> ZSocket:
             return await connect(zmq.PUSH, address, linger_ms=OUTPUT_LINGER_MS)
 
-        owner = await connect(zmq.DEALER, handshake, linger_ms=HANDSHAKE_LINGER_MS)
+        owner = await connect(zmq.DEALER, handshake)
         owner.send_nowait([encode_hello("HELLO", local, headless)])
         init = await _init(owner, patience)
         there = init.addresses

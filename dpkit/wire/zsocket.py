@@ -248,8 +248,12 @@ class ZSocket:
         read = self._peers.read
         await self._monitor.pump(lambda frames: read(frames, on_connect, on_drop))
 
-    def close(self) -> None:
-        """Close at once. A task that is receiving gets trio.ClosedResourceError. Idempotent."""
+    def close(self, *, linger_ms: int | None = None) -> None:
+        """Close at once. A task that is receiving gets trio.ClosedResourceError. Idempotent.
+
+        Args:
+            linger_ms: As of `open_zsocket`; None: what was said there.
+        """
         if self._closed:
             return
         self._closed = True
@@ -257,7 +261,7 @@ class ZSocket:
         if self._monitor is not None:
             self._raw.disable_monitor()
             self._monitor.close()
-        self._raw.close()
+        self._raw.close(linger_ms)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -141,7 +141,7 @@ async def test_a_cancelled_pump_leaves_the_rest_to_the_next(context: Context) ->
     assert seen == [b"%d" % number for number in range(10 * BURST)]
 
 
-@pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.XPUB, zmq.PUSH])
+@pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.XPUB, zmq.PUSH], ids=["ROUTER", "XPUB", "PUSH"])
 async def test_a_full_socket_says_so_and_loses_nothing(
     context: Context, kind: zmq.SocketType
 ) -> None:
@@ -210,7 +210,7 @@ def send_over_news(here: ZSocket, there: ZSocket, kind: zmq.SocketType) -> None:
 @pytest.mark.parametrize(
     ("kind", "opposite"),
     [(zmq.ROUTER, zmq.DEALER), (zmq.XPUB, zmq.XSUB), (zmq.PAIR, zmq.PAIR)],
-    ids=str,
+    ids=["ROUTER", "XPUB", "PAIR"],
 )
 async def test_a_send_never_swallows_what_a_parked_receiver_waits_for(
     context: Context, kind: zmq.SocketType, opposite: zmq.SocketType
