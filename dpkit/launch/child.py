@@ -1,0 +1,100 @@
+"""An engine's process: what its zygote prepares, and what the process then does.
+
+The same code as `dpkit engine` runs, with a lifeline: no head, no engine. All that it needs is
+imported in the zygote, once for all engines; nothing of Trio or ZeroMQ is started there, since
+neither survives a fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from dpkit.engine.limits import EngineLimits
+from dpkit.engine.models import load_model
+from dpkit.launch.lifeline import watch_lifeline
+from dpkit.link.engine import Loaded, Place, serve_engine
+from dpkit.messages import EngineId
+from dpkit.names import Dtype, Quant
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dpkit.abc import Model
+
+
+def prepare(model: str, dtype: str, quant: str) -> Model:
+    """Load the model that the engines of this zygote share.
+
+    Raises:
+        ModelNotFound, ModelUnsupported: it cannot be had.
+    """
+    return load_model(model, dtype=Dtype(dtype), quant=Quant(quant))
+
+
+def work(
+    model: Model,
+    *,
+    handshake: str,
+    rank: int,
+    name: str,
+    limits: Mapping[str, Any],
+    threads: int,
+    kv_publish_delta: float,
+    max_message: int,
+    log_level: int,
+) -> None:
+    """Be one life of one engine, until SIGTERM, the end of the head, or an error, which comes out.
+
+    Args:
+        model: From `prepare`.
+        handshake: Address of the head's.
+        rank: Of the engine.
+        name: Of its incarnation, as `EngineId` is written.
+        limits: Fields of `EngineLimits`.
+        threads: That a step may use.
+        kv_publish_delta: Change of KV usage that is worth a message.
+        max_message: Bytes of the largest frame that is read.
+        log_level: Of what dpkit says, on standard error.
+    """
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("dpkit").setLevel(log_level)
+    model.threads_per_engine = threads
+    plain, _, epoch = name.partition("#")
+    place = Place(
+        engine=EngineId(plain, int(epoch or 0)),
+        rank=rank,
+        count=1,
+        handshake=handshake,
+        local=True,
+        publish_delta=kv_publish_delta,
+        max_message_bytes=max_message,
+    )
+    loaded = Loaded(model=model, limits=EngineLimits(**limits), dtype="float32")
+    trio.run(_serve, place, loaded)
+
+
+async def _serve(place: Place, loaded: Loaded) -> None:
+    stop, failure = trio.Event(), None
+
+    async def load() -> Loaded:
+        return loaded
+
+    async def obey() -> None:
+        with trio.open_signal_receiver(signal.SIGTERM) as signals:
+            async for _ in signals:
+                stop.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch_lifeline)
+        nursery.start_soon(obey)
+        try:
+            await serve_engine(place, load, stop)
+        except Exception as error:  # noqa: BLE001 - raised below: the nursery would wrap it
+            failure = error
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure

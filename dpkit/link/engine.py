@@ -1,0 +1,234 @@
+"""One engine behind the wire, from HELLO to its last word: sockets, frontends and busy loop.
+
+The same busy loop as in process, with vLLM's frontends and dpkit's own as its clients. Owns its
+sockets and its tasks; of processes and signals it knows nothing but an event that asks it to stop.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import frozen
+
+from dpkit.engine.core import EngineCore
+from dpkit.engine.publish import PublishGate
+from dpkit.errors import WireError, describe
+from dpkit.link.frontends import Frontends
+from dpkit.nursery.busyloop import BusyLoop
+from dpkit.nursery.inbox import Inbox
+from dpkit.wire.codec import decode_from_coordinator, encode_ready_response
+from dpkit.wire.handshake import open_engine_connection
+from dpkit.wire.reports import ready_response
+from dpkit.wire.zsocket import MAX_MESSAGE_BYTES, open_context
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from dpkit.abc import Model
+    from dpkit.engine.limits import EngineLimits
+    from dpkit.messages import EngineId
+    from dpkit.wire.handshake import EngineConnection
+
+_log = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True)
+class Place:
+    """Which engine this is, and whom it belongs to."""
+
+    engine: EngineId
+    rank: int
+    count: int  # engines that serve together
+    handshake: str  # address of whoever tells it where its frontends are
+    local: bool  # that owner has started it, on this host
+    publish_delta: float | None  # change of KV usage that is worth a message; None: tell no numbers
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+
+
+@frozen(kw_only=True)
+class Loaded:
+    """What serves in that place."""
+
+    model: Model
+    limits: EngineLimits
+    dtype: str  # what it computes in: "float32", "bfloat16" or "float16"
+
+
+async def serve_engine(
+    place: Place, load: Callable[[], Awaitable[Loaded]], stop: trio.Event
+) -> None:
+    """Live one life of one engine: say HELLO, load, serve, until `stop` is set.
+
+    Args:
+        place: Which engine it is.
+        load: Called once the owner has answered, which may wait for long while weights are read.
+        stop: Asks for an end in order: requests end as aborted, and what was said still leaves.
+
+    Resource handling:
+        All sockets are closed and the model's cache is gone when this returns. What was sent
+        lingers a few seconds at most. Cancelled, it ends at once, and tells its frontends that.
+
+    Error handling:
+        LaunchFailed, AddressFailed: nobody answered at the handshake. WireError: its owner cannot
+        be understood, or none of its frontends. What `load` raises, and what the model does, comes
+        out as it is; frontends have been told by then that the engine is dead.
+    """
+    failure: Exception | None = None
+    life: _Life | None = None
+    async with open_context() as context, trio.open_nursery() as nursery:
+
+        async def obey() -> None:
+            await stop.wait()
+            if life is None or not life.stop():
+                nursery.cancel_scope.cancel()
+
+        nursery.start_soon(obey)
+        try:
+            async with open_engine_connection(
+                context,
+                place.handshake,
+                rank=place.rank,
+                local=place.local,
+                headless=not place.local,
+                max_message_bytes=place.max_message_bytes,
+            ) as connection:
+                life = _Life(place, connection, await load())
+                await life.run()
+        except Exception as error:  # noqa: BLE001 - raised below: the nursery would wrap it
+            failure = error
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+class _Life:
+    def __init__(self, place: Place, connection: EngineConnection, loaded: Loaded) -> None:
+        self._name = str(place.engine)
+        self._connection = connection
+        self._inbox = Inbox()
+        self._frontends = Frontends(place.rank, self._inbox)
+        self._loop = BusyLoop(
+            engine=place.engine,
+            index=place.rank,
+            model=loaded.model,
+            core=EngineCore(loaded.model, limits=loaded.limits),
+            inbox=self._inbox,
+            publish=None if place.publish_delta is None else self._frontends.publish,
+            gate=PublishGate(place.publish_delta or 0.0),
+            flush=self._frontends.flush,
+        )
+        self._frontends.serve(self._loop)
+        self._ready = ready_response(
+            loaded.limits,
+            rank=place.rank,
+            count=place.count,
+            instance_id=self._name,
+            dtype=loaded.dtype,
+        )
+        self._ready.dp_stats_address = connection.init.addresses.frontend_stats_publish_address
+        self._gone: set[int] = set()
+        self._expelled: set[int] = set()
+        self._failure: Exception | None = None
+        self._nursery: trio.Nursery
+
+    def stop(self) -> bool:
+        """End in order; False: there is nothing to end yet."""
+        if self._loop.ready.is_set():
+            self._frontends.stop()
+        return self._loop.ready.is_set()
+
+    async def run(self) -> None:
+        """Allocate, say that all is ready, and serve until stopped."""
+        async with trio.open_nursery() as self._nursery:
+            self._start(self._work, "busy loop")
+            self._start(self._welcome, "welcome")
+        if self._failure is not None:
+            raise self._failure
+
+    def _start(self, task: Callable[..., Awaitable[None]], what: str, *args: object) -> None:
+        self._nursery.start_soon(self._guard, task, args, name=f"{what} {self._name}")
+
+    @trio.lowlevel.enable_ki_protection
+    async def _guard(self, task: Callable[..., Awaitable[None]], args: tuple[object, ...]) -> None:
+        """Run one of this life's tasks; what it raises ends the life, and goes into no group."""
+        try:
+            await task(*args)
+        except Exception as error:  # noqa: BLE001 - it comes out of `run`
+            self._failure = self._failure or error
+            self._nursery.cancel_scope.cancel()
+
+    async def _work(self) -> None:
+        """The busy loop; without it, there is nothing to be heard and nothing to be said."""
+        try:
+            await self._loop.run()
+        except BaseException:
+            self._frontends.die()
+            raise
+        self._nursery.cancel_scope.cancel()
+
+    async def _welcome(self) -> None:
+        """Once the loop is ready, have the frontends and the coordinator know, and hear them."""
+        await self._loop.ready.wait()
+        coordinator, outputs = self._connection.coordinator_out, self._connection.outputs
+        self._frontends.connect(
+            [each.send_nowait for each in outputs],
+            None if coordinator is None else coordinator.send_nowait,
+        )
+        await self._connection.announce(self._ready)
+        for index in range(len(outputs)):
+            self._start(self._hear, f"frontend {index} of", index)
+            self._start(self._watch, f"connection of frontend {index} of", index)
+        if self._connection.coordinator_in is not None:
+            self._start(self._hear_coordinator, "coordinator of")
+
+    async def _hear(self, index: int) -> None:
+        """Take in what a frontend says, until it says what cannot be understood."""
+        connection = self._connection
+        try:
+            await connection.inputs[index].pump(partial(self._frontends.receive, index))
+        except WireError as error:
+            _log.error(
+                "engine %s: frontend %d cannot be understood and is heard no more: %s",
+                *(self._name, index, describe(error)),
+            )
+            self._frontends.expel(index, error)
+            self._expelled.add(index)
+            connection.inputs[index].close()
+            connection.outputs[index].close()
+            if len(self._expelled) == len(connection.inputs):
+                raise
+
+    async def _watch(self, index: int) -> None:
+        """Drop the requests of a frontend that has gone; be ready for it when it comes back."""
+        socket = self._connection.inputs[index]
+
+        def drop(_: object) -> None:
+            _log.warning("engine %s: frontend %d has gone", self._name, index)
+            self._gone.add(index)
+            self._frontends.forget(index)
+
+        def connect(_: object) -> None:
+            if index in self._gone:
+                self._gone.remove(index)
+                self._frontends.back(index)
+                socket.send_nowait([encode_ready_response(self._ready)])
+
+        with suppress(trio.ClosedResourceError):  # expelled
+            await socket.watch_peers(on_connect=connect, on_drop=drop)
+
+    async def _hear_coordinator(self) -> None:
+        """Take what the coordinator says out of the way: READY once more, and waves.
+
+        Waves are for engines that step together; those of a dense model need not.
+        """
+        socket = self._connection.coordinator_in
+        assert socket is not None  # noqa: S101 - else this was not started
+        try:
+            await socket.pump(decode_from_coordinator)
+        except WireError as error:
+            _log.warning("engine %s does not hear the coordinator: %s", self._name, error)
+            socket.close()
