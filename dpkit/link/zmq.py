@@ -131,9 +131,9 @@ class WireConnection:
         except EngineLost:  # gone, and the request with it; whoever watches the process says so
             self._settle(wire_id)
 
-    def ask_progress(self, now: float) -> None:
+    def ask_progress(self) -> None:
         """Ask the engine how far it is, unless it still owes an answer."""
-        if (call_id := self.progress.ask(now)) is not None:
+        if (call_id := self.progress.ask()) is not None:
             call = UtilityCall(client_index=0, call_id=call_id, method=PROGRESS)
             with suppress(EngineLost):  # likewise
                 self._send(encode_input(Utility(call)), PROGRESS)
@@ -156,6 +156,7 @@ class WireConnection:
             WireError: it cannot be read, or says what no engine may say to a client.
             EngineLost: the engine says that it is dead, or dying.
         """
+        self.progress.heard_at = trio.current_time()
         message = decode_output(frames, limit=self._limit)
         if isinstance(message, EngineDead):
             raise EngineLost(f"engine {self.engine} met an error", engine=self.engine)
@@ -165,7 +166,7 @@ class WireConnection:
             self._take_batch(message)
 
     def _take_answer(self, answer: UtilityAnswer) -> None:
-        self.progress.answered(answer, trio.current_time())
+        self.progress.answered(answer)
 
     def _take_batch(self, envelope: Envelope) -> None:
         if envelope.wave_complete is not None or envelope.start_wave is not None:
@@ -244,39 +245,38 @@ class WireConnection:
 class Progress:
     """How far an engine is, by question and answer: it works, it waits, or it says nothing.
 
-    An engine that is busy with one step for long tells since when; one that is stopped tells
-    nothing, and then the question is as old as its silence.
+    An engine that is busy with one step for long says since when; one that is stopped says nothing,
+    not even to a question, and has been at whatever it is at since it was last heard.
     """
 
+    heard_at: float = field(factory=trio.current_time)
     _call_id: int = field(default=0, init=False)
-    _asked_at: float | None = field(default=None, init=False)
+    _silent_since: float | None = field(default=None, init=False)
     _step: int | None = field(default=None, init=False)
     _step_began: float | None = field(default=None, init=False)
 
     @property
     def step_started_at(self) -> float | None:
         """When what the engine is at began; None: it waits for work."""
-        if self._step_began is not None:
-            return self._step_began
-        return self._asked_at
+        return self._silent_since if self._step_began is None else self._step_began
 
-    def ask(self, now: float) -> int | None:
+    def ask(self) -> int | None:
         """The id of a new question; None: the last one has not been answered."""
-        if self._asked_at is not None:
+        if self._silent_since is not None:
             return None
-        self._asked_at = now
+        self._silent_since = self.heard_at
         self._call_id += 1
         return self._call_id
 
-    def answered(self, answer: UtilityAnswer, now: float) -> None:
+    def answered(self, answer: UtilityAnswer) -> None:
         """Take in an answer; one to somebody else's question is none of ours."""
         if answer.call_id != self._call_id:
             return
-        self._asked_at = None
+        self._silent_since = None
         match answer.result:
             case [_, [int(step), float() | int() as elapsed]]:
                 if step != self._step or self._step_began is None:
-                    self._step, self._step_began = step, now - elapsed
+                    self._step, self._step_began = step, self.heard_at - elapsed
             case _:  # between two steps; vLLM's engines answer there only
                 self._step_began = None
 

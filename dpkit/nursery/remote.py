@@ -164,7 +164,7 @@ class RemoteLife:
         except LaunchFailed as error:
             raise LaunchFailed(
                 f"engine {self.engine} was not ready within {timeout:g} s "
-                f"(engines.process.start_timeout): {error}; {self._last_words()}",
+                f"(engines.process.start_timeout): {error}{self._last_words()}",
                 engine=self.engine,
             ) from error
 
@@ -190,18 +190,18 @@ class RemoteLife:
 
     async def _watch_process(self, worker: Worker) -> None:
         status = await worker.wait()
-        how = f"its process {worker.pid} {status}; {self._last_words()}"
+        how = f"its process {worker.pid} {status}{self._last_words()}"
         if self.ready.is_set():
             raise EngineLost(f"engine {self.engine} is lost: {how}", engine=self.engine)
         raise LaunchFailed(f"engine {self.engine} did not come up: {how}", engine=self.engine)
 
     def _last_words(self) -> str:
         lines = [] if self._worker is None else list(self._worker.last_lines)
-        return f"its last words: {lines[-1]}" if lines else "it said nothing"
+        return f"; its last words: {lines[-1]}" if lines else ""
 
     async def _ask(self, connection: WireConnection) -> None:
         while True:
-            connection.ask_progress(trio.current_time())
+            connection.ask_progress()
             await trio.sleep(self._ask_every)
 
     def _on_stats(self, stats: SchedulerStats) -> None:

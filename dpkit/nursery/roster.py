@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve
 
-from dpkit.errors import ClusterClosed, ConfigError, InternalError, ScalingFailed, describe
+from dpkit.errors import (
+    ClusterClosed,
+    ConfigError,
+    EngineLost,
+    InternalError,
+    LaunchFailed,
+    ScalingFailed,
+    WireError,
+    describe,
+)
 from dpkit.names import EngineState, Strategy
 from dpkit.nursery.build import restarts
 from dpkit.nursery.supervisor import Observer, supervise
@@ -50,8 +59,10 @@ class _Team(Observer):
 
     def failed(self, name: str, life: int, error: Exception) -> None:
         what = describe(error)
-        # With its traceback once: a restart that fails likewise says nothing new.
-        exc_info = None if what in self._told else error
+        # With its traceback once: a restart that fails likewise says nothing new. That of a process
+        # that ended elsewhere leads nowhere.
+        elsewhere = isinstance(error, EngineLost | LaunchFailed | WireError)
+        exc_info = None if what in self._told or elsewhere else error
         self._told.add(what)
         model = self.slots[name].model_class
         message = "engine %s (%s) failed in its life %d: %s"
