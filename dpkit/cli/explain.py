@@ -13,7 +13,7 @@ from dpkit.cli.facts import group_facts
 from dpkit.cli.losses import at_the_end, on_loss
 from dpkit.config.load import load_config
 from dpkit.config.units import show_duration
-from dpkit.names import PolicyName
+from dpkit.names import PolicyName, StartMethod, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -104,8 +104,9 @@ def _paragraphs(file: str, config: Config, groups: Sequence[GroupFacts]) -> Iter
 
 
 def _group(group: GroupFacts) -> Iterator[str]:
-    verb, each = ("is a task", "It") if group.count == 1 else ("are tasks", "Each")
-    yield f"{group.engines} {verb} in this process. {each} serves {group.model}{_weights(group)}."
+    verb, each = ("is", "It") if group.count == 1 else ("are", "Each")
+    where = _where(group)
+    yield f"{group.engines} {verb} {where}. {each} serves {group.model}{_weights(group)}."
     if group.note:
         yield f"  Of this model not all is known: {group.note}."
     yield f"  {_memory(group.kv)}{' Equal beginnings share blocks.' * group.prefix_cache}"
@@ -115,6 +116,20 @@ def _group(group: GroupFacts) -> Iterator[str]:
     )
     if group.max_model_len:
         yield f"  One request: at most {group.max_model_len:,} tokens, prompt and answer together."
+
+
+def _where(group: GroupFacts) -> str:
+    one, process = group.count == 1, group.process
+    if process is None:
+        return f"{'a task' if one else 'tasks'} in this process"
+    who = "a process of its own" if one else "processes"
+    sockets = "Unix sockets" if process.transport is Transport.IPC else "TCP on 127.0.0.1"
+    begun = (
+        "forked from one that loads the model"
+        if process.start is StartMethod.FORK
+        else f"which load{'s' * one} the model for {'itself' if one else 'themselves'}"
+    )
+    return f"{who}, {begun}, and heard over {sockets}"
 
 
 def _weights(group: GroupFacts) -> str:

@@ -13,10 +13,11 @@ from dpkit.config.rules import has_weights
 from dpkit.engine.limits import BadLimit
 from dpkit.engine.models import load_model
 from dpkit.errors import ConfigError, DpkitError, ModelNotFound
+from dpkit.names import EngineKind
 from dpkit.nursery.limits import limits_of
 
 if TYPE_CHECKING:
-    from dpkit.config.schema import EngineGroupConfig
+    from dpkit.config.schema import EngineGroupConfig, ProcessConfig
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import ModelSpec
 
@@ -44,6 +45,7 @@ class GroupFacts:
     count: int
     model: str
     kind: str
+    process: ProcessConfig | None  # of kind "process"
     dtype: str
     quant: str
     computed_in: str | None  # what `dtype` comes to on this machine, of a model with weights
@@ -74,6 +76,7 @@ def group_facts(group: EngineGroupConfig) -> GroupFacts:
         count=group.count,
         model=group.model,
         kind=group.kind.value,
+        process=group.process if group.kind is EngineKind.PROCESS else None,
         dtype=group.dtype.value,
         quant=group.quant.value,
         computed_in=_computed_in(group),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dpkit.config.units import show_duration
-from dpkit.names import Strategy
+from dpkit.names import EngineKind, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +59,8 @@ def _restarts(group: EngineGroupConfig) -> str:
     supervision = group.supervision
     together = supervision.strategy is Strategy.ONE_FOR_ALL and group.count > 1
     given_up = f"{'all are' if together else 'it is'} given up"
-    hung = f"A step of more than {show_duration(supervision.step_timeout)} counts as a failure."
+    hung = f"A step of more than {show_duration(supervision.step_timeout)} counts as a failure"
+    hung += "; the process is killed." if group.kind is EngineKind.PROCESS else "."
     if not supervision.intensity:
         return f"at the first failure of an engine {given_up}. {hung}"
     who = "all engines together" if together else "an engine that fails"

@@ -87,7 +87,7 @@ def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explai
     out = " ".join(explain(EXAMPLE, *(word for flag in flags for word in ("--set", flag))).split())
     for said in [
         "2 engines of cost:h200-8b",
-        "smol-0 and smol-1 are tasks in this process",
+        "smol-0 and smol-1 are processes, forked from one that loads the model, and heard over Unix",
         "800,000 tokens in 50,000 blocks of 16: room for 781 requests of typical length (1,024 ",
         "at most 256 running requests and 8,192 tokens",
         f"By policy kv_pressure, {POLICIES[PolicyName.KV_PRESSURE]}",
@@ -126,6 +126,13 @@ def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explai
             "engines.0.supervision={ strategy = 'one_for_all', intensity = 0 }",
             "at the first failure of an engine all are given up",
         ),
+        ("engines.0.kind=local", "smol-0 and smol-1 are tasks in this process."),
+        ("engines.0.count=1", "smol-0 is a process of its own, forked from one that loads"),
+        (
+            "engines.0.process={ start = 'spawn', transport = 'tcp' }",
+            "processes, which load the model for themselves, and heard over TCP on 127.0.0.1.",
+        ),
+        ("engines.0.count=3", "A step of more than 2m counts as a failure; the process is killed."),
         ("admission.retries=0", "Each ends with EngineLost, and what came of it can be read."),
         ("admission.retries=3", "is placed again, up to 3 times; another ends"),
         ("admission.resume=true", "Each goes on elsewhere from what it has said, once; then"),
