@@ -87,7 +87,7 @@ def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explai
     out = " ".join(explain(EXAMPLE, *(word for flag in flags for word in ("--set", flag))).split())
     for said in [
         "2 engines of cost:h200-8b",
-        "smol-0 and smol-1 are processes, forked from one that loads the model, and heard over Unix",
+        "smol-0 and smol-1 are processes, forked from one that loads the model, and heard over",
         "800,000 tokens in 50,000 blocks of 16: room for 781 requests of typical length (1,024 ",
         "at most 256 running requests and 8,192 tokens",
         f"By policy kv_pressure, {POLICIES[PolicyName.KV_PRESSURE]}",
