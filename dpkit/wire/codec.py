@@ -250,8 +250,9 @@ def _decode(decoder: Decoder[T], what: str, frames: Sequence[bytes], limit: int)
     try:
         return decoder.decode(frames[0])
     except Exception as error:  # the world's bytes may bring up anything, recursion too
+        parts = "1 frame" if len(frames) == 1 else f"{len(frames)} frames"
         raise WireError(
-            f"cannot read {what}: {describe(error)} ({size:,} bytes in {len(frames)} frames; "
+            f"cannot read {what}: {describe(error)} ({size:,} bytes in {parts}; "
             f"expected is the layout of vLLM {VLLM_VERSION})"
         ) from error
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dpkit.errors import ModelFailed, WireError
 from dpkit.messages import TokenLogprob
+from dpkit.sampling import MOST_TOKENS
 from dpkit.wire.structs import LogprobArrays, PromptLogprobArrays
 from dpkit.wire.tensors import pack, unpack
 
@@ -65,7 +66,7 @@ def _gap(token_id: int) -> tuple[int, float]:
 
 
 def told_by(arrays: LogprobArrays | PromptLogprobArrays, top: int) -> tuple[TokenLogprob, ...]:
-    """What arrays say, a token a row, with at most `top` of the likeliest.
+    """What arrays say, a token a row, with at most `top` of the likeliest; -1: with all.
 
     Raises:
         WireError: they do not fit each other.
@@ -82,7 +83,7 @@ def told_by(arrays: LogprobArrays | PromptLogprobArrays, top: int) -> tuple[Toke
         raise WireError(f"cannot read logprobs: {error}") from error
     cells = list(zip(token_ids, values, strict=True))
     starts = range(0, len(cells), columns[0])
-    width = 1 + min(top, columns[0] - 1)
+    width = columns[0] if top < 0 else min(1 + top, columns[0])
     return tuple(
         _token_logprob(cells[start : start + width], rank)
         for start, rank in zip(starts, ranks, strict=True)
@@ -90,9 +91,12 @@ def told_by(arrays: LogprobArrays | PromptLogprobArrays, top: int) -> tuple[Toke
 
 
 def _whole(tensor: Tensor) -> tuple[int, ...]:
+    numbers = unpack(tensor)
     if "f" in tensor.dtype:
         raise ValueError(f"token ids and ranks are whole numbers, not {tensor.dtype}")
-    return tuple(map(int, unpack(tensor)))
+    if numbers and not (min(numbers) >= 0 and max(numbers) <= MOST_TOKENS):
+        raise ValueError(f"token ids and ranks are 0 to {MOST_TOKENS}")
+    return tuple(map(int, numbers))
 
 
 def _token_logprob(row: list[tuple[int, float]], rank: int) -> TokenLogprob:

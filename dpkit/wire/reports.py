@@ -60,7 +60,7 @@ def stats_from_wire(wire: SchedulerStats, *, engine: EngineId, index: int, seq: 
         report=None
         if told is UNSET
         else StepReport(
-            step_time_s=told.step_time_s,
+            step_time_s=max(0.0, told.step_time_s),
             unprefilled_tokens=told.unprefilled_tokens,
             context_tokens=told.context_tokens,
         ),
@@ -80,7 +80,7 @@ def statistics_from_wire(wire: SchedulerStats) -> EngineCoreStatistics | None:
 
 
 def _share(told: float) -> float:
-    """A number that policies may compute with, whatever was told; NaN is 0."""
+    """What policies may compute with, whatever was told; what is no number is 0."""
     return min(1.0, max(0.0, told))
 
 
