@@ -23,7 +23,7 @@ from dpkit.errors import (
 from dpkit.messages import EngineOutput, GenerateRequest, SamplingParams
 from dpkit.names import FinishReason
 from dpkit.sampling import shown
-from dpkit.wire import logprobs
+from dpkit.wire.logprobs import arrays_of_output, arrays_of_prompt, told_by
 from dpkit.wire.structs import (
     FinishCode,
     RequestError,
@@ -265,8 +265,8 @@ def output_to_wire(output: EngineOutput, asked: WireRequest) -> WireOutput:
     return WireOutput(
         request_id=output.request_id,
         new_token_ids=output.token_ids,
-        new_logprobs=logprobs.of_output(output.logprobs),
-        new_prompt_logprobs_tensors=logprobs.of_prompt(output.prompt_logprobs),
+        new_logprobs=arrays_of_output(output.logprobs),
+        new_prompt_logprobs_tensors=arrays_of_prompt(output.prompt_logprobs),
         finish_reason=None if finish is None else _CODES[finish],
         stop_reason=_stop_reason(output, asked) if finish is FinishReason.STOP else None,
         error=None if output.error is None else error_to_wire(output.error),
@@ -310,7 +310,7 @@ def output_from_wire(
     if sampling is not None and sampling.logprobs is not None:
         told = _told(wire, sampling.logprobs)
     if sampling is not None and sampling.prompt_logprobs is not None and prompt is not None:
-        told_of_prompt = logprobs.told_by(prompt, sampling.prompt_logprobs)
+        told_of_prompt = told_by(prompt, sampling.prompt_logprobs)
     failed = finish is FinishReason.ERROR
     return EngineOutput(
         request_id=request_id,
@@ -324,7 +324,7 @@ def output_from_wire(
 
 def _told(wire: WireOutput, top: int) -> tuple[TokenLogprob, ...]:
     arrays, expected = wire.new_logprobs, len(wire.new_token_ids)
-    told = () if arrays is None else logprobs.told_by(arrays, top)
+    told = () if arrays is None else told_by(arrays, top)
     if len(told) != expected:
         raise WireError(
             f"an output of {wire.request_id} has {len(told)} logprobs for {expected} tokens"

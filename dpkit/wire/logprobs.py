@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpkit.wire.tensors import Tensor
 
 
-def of_output(told: Sequence[TokenLogprob]) -> LogprobArrays | None:
+def arrays_of_output(told: Sequence[TokenLogprob]) -> LogprobArrays | None:
     """Arrays of what a model told of output tokens; None of nothing.
 
     Raises:
@@ -30,7 +30,7 @@ def of_output(told: Sequence[TokenLogprob]) -> LogprobArrays | None:
     return LogprobArrays(*_arrays(told, "<i4", "<f4")) if told else None
 
 
-def of_prompt(told: Sequence[TokenLogprob]) -> PromptLogprobArrays | None:
+def arrays_of_prompt(told: Sequence[TokenLogprob]) -> PromptLogprobArrays | None:
     """Arrays of what a model told of prompt tokens; None of nothing.
 
     Raises:
