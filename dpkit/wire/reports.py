@@ -54,13 +54,13 @@ def stats_from_wire(wire: SchedulerStats, *, engine: EngineId, index: int, seq: 
         seq=seq,
         waiting=wire.num_waiting_reqs,
         running=wire.num_running_reqs,
-        kv_cache_usage=_share(wire.kv_cache_usage),
+        kv_cache_usage=wire.kv_cache_usage,
         current_wave=wire.current_wave,
         step_counter=wire.step_counter,
         report=None
         if told is UNSET
         else StepReport(
-            step_time_s=max(0.0, told.step_time_s),
+            step_time_s=told.step_time_s,
             unprefilled_tokens=told.unprefilled_tokens,
             context_tokens=told.context_tokens,
         ),
@@ -74,14 +74,9 @@ def statistics_from_wire(wire: SchedulerStats) -> EngineCoreStatistics | None:
     return EngineCoreStatistics(
         running=wire.num_running_reqs,
         waiting=wire.num_waiting_reqs,
-        kv_cache_usage=_share(wire.kv_cache_usage),
+        kv_cache_usage=wire.kv_cache_usage,
         **dict(zip(_COUNTS, _counts(wire.dpkit), strict=True)),
     )
-
-
-def _share(told: float) -> float:
-    """What policies may compute with, whatever was told; what is no number is 0."""
-    return min(1.0, max(0.0, told))
 
 
 def ready_response(

@@ -22,6 +22,8 @@ VLLM_VERSION = "0.33.0"
 # out of range refuses the request, and must not end the connection of a frontend with many users.
 TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...]
 Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class FinishCode(enum.IntEnum):
@@ -251,12 +253,12 @@ class EngineReport(Struct, array_like=True):
     Under a key of its own in the map, which other readers skip.
     """
 
-    step_time_s: float = 0.0
+    step_time_s: Seconds = 0.0
     unprefilled_tokens: Count = 0
     context_tokens: Count = 0
     free_blocks: Count = 0
     num_blocks: Count = 0
-    peak_kv_usage: float = 0.0
+    peak_kv_usage: Share = 0.0
     steps: Count = 0
     requests_finished: Count = 0
     requests_aborted: Count = 0
@@ -290,6 +292,10 @@ class SchedulerStats(Struct, kw_only=True):
     cudagraph_stats: Any = None
     perf_stats: Any = None
     dpkit: EngineReport | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        # Policies compute with it. Whoever rounds badly shall not lose the connection for it.
+        self.kv_cache_usage = min(1.0, max(0.0, self.kv_cache_usage))  # what is no number is 0
 
 
 class UtilityAnswer(Struct, array_like=True):

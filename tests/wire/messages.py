@@ -48,6 +48,7 @@ token_ids = st.integers(0, 2**31 - 1)
 several_ids = st.lists(token_ids, max_size=8).map(tuple)
 reals = st.floats(allow_nan=False, width=64)
 shares = st.floats(0, 1)
+seconds = st.floats(min_value=0, allow_nan=False)
 # What no field of dpkit's looks into; arrays inside come back as lists, keys as they were.
 opaque: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | signed | reals | texts,
@@ -134,12 +135,12 @@ wire_outputs = st.builds(
 )
 engine_reports = st.builds(
     EngineReport,
-    reals,
+    seconds,
     counts,
     counts,
     counts,
     counts,
-    reals,
+    shares,
     *[counts] * 9,
 )
 scheduler_stats = st.builds(
@@ -297,7 +298,7 @@ stats = st.builds(
     step_counter=counts,
     report=st.builds(
         StepReport,
-        step_time_s=st.floats(min_value=0.0, allow_nan=False),
+        step_time_s=seconds,
         unprefilled_tokens=counts,
         context_tokens=counts,
     ),

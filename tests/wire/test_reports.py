@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import pytest
 from attrs import evolve
 from hypothesis import given, settings
+from msgspec.msgpack import encode
 
 from dpkit.engine.limits import EngineLimits
 from dpkit.messages import EngineId, EngineStats
@@ -17,7 +19,7 @@ from dpkit.wire.reports import (
     stats_from_wire,
     stats_to_wire,
 )
-from dpkit.wire.structs import EngineReport, Envelope, SchedulerStats
+from dpkit.wire.structs import Envelope, SchedulerStats
 from tests.wire import messages
 from tests.wire.vectors import VECTORS
 
@@ -67,13 +69,14 @@ def test_vllms_engines_tell_their_queues_and_no_more() -> None:
     assert statistics_from_wire(envelope.scheduler_stats) is None
 
 
-def test_shares_are_shares_whatever_was_told() -> None:
-    for told, share in ((1.5, 1.0), (-0.5, 0.0), (math.nan, 0.0), (math.inf, 1.0)):
-        wire = SchedulerStats(kv_cache_usage=told, dpkit=EngineReport())
-        assert stats_from_wire(wire, engine=ENGINE, index=0, seq=0).kv_cache_usage == share
-        core = statistics_from_wire(wire)
-        assert core is not None
-        assert core.kv_cache_usage == share
+@pytest.mark.parametrize(
+    ("told", "share"), [(1.5, 1.0), (-0.5, 0.0), (math.nan, 0.0), (math.inf, 1.0), (0.5, 0.5)]
+)
+def test_shares_are_shares_whatever_was_told(told: float, share: float) -> None:
+    envelope = codec.decode_output([encode([0, [], {"kv_cache_usage": told}])])
+    assert isinstance(envelope, Envelope)
+    assert envelope.scheduler_stats is not None
+    assert envelope.scheduler_stats.kv_cache_usage == share
 
 
 def test_an_engine_says_what_it_can_take() -> None:
