@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
     from dpkit.launch.notes import Job
 
+_RATHER_THIS = 100
+"""Thousandths of the memory by which a worker counts as bigger when the kernel runs out of it and
+looks for a process to kill: a worker is started again, its zygote and the head hold all of them."""
+
 _LONGEST = 10_000
 """Characters of an error's message that the head hears of."""
 
@@ -77,6 +81,8 @@ def run_job(
             traceback.print_exc()
         _tell(leash, Failed([kind.__name__ for kind in type(error).__mro__], _words_of(error)))
         return 1
+    if job.work is not None:
+        _offer_to_the_oom_killer()
     _tell(leash, Ready())
     leash.close()
     return _run(lambda: work and work(state, **job.work_args))
@@ -99,6 +105,13 @@ def freeze() -> None:
             "what such a thread was holding is held in them for ever",
             file=sys.stderr,
         )
+
+
+def _offer_to_the_oom_killer() -> None:
+    """Have the kernel, when out of memory, take this process rather than its zygote or head."""
+    path = Path("/proc/self/oom_score_adj")
+    with suppress(OSError):  # no /proc, or a container that does not let us
+        path.write_text(str(min(1000, int(path.read_text()) + _RATHER_THIS)))
 
 
 def _words_of(error: BaseException) -> str:

@@ -7,10 +7,14 @@ stay cheap to import: every process of this package starts with it.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 LIMIT = 128 * 1024
 """Bytes of a note. The kernel's own limit is its socket buffer, 208 KiB by default."""
+
+
+_TARGET = re.compile(r"(?!__main__:)[^\W\d][\w.]*:[^\W\d]\w*")
 
 
 class Job(NamedTuple):
@@ -70,6 +74,22 @@ def encode(note: Note) -> bytes:
             f"{len(data)} bytes of arguments are too many (limit {LIMIT}): pass a path instead"
         )
     return data
+
+
+def encode_job(job: Job) -> bytes:
+    """Write a job, once its targets look like some.
+
+    Raises:
+        TypeError: an argument is no JSON.
+        ValueError: a target is not ``"pkg.mod:function"``, or it is all more than `LIMIT` bytes.
+    """
+    for target in (job.prepare, job.work):
+        if target is not None and not _TARGET.fullmatch(target):
+            raise ValueError(
+                f"{job.name}: {target!r} names nothing that another process can import; "
+                'try "pkg.mod:function"'
+            )
+    return encode(job)
 
 
 def decode_job(data: bytes) -> Job:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from dpkit.launch.notes import Job
+from dpkit.launch.notes import Job, encode_job
 from dpkit.launch.process import Worker
 from dpkit.launch.start import start_keeper
 from dpkit.launch.tether import open_tether
@@ -41,9 +41,10 @@ class Spawner:
         the errors of preparing come out of here as well.
         """
         job = Job(name, self._prepare, dict(self._args), work, dict(args or {}), self._runtime_dir)
+        note = encode_job(job)
 
         async def launch(tether: Tether, ends: Ends) -> None:
-            start_keeper(job, tether, ends, env=self._env)
+            start_keeper(note, tether, ends, env=self._env)
 
         async with open_tether(name, launch, grace=grace) as tether:
             yield Worker(tether)

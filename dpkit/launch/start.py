@@ -9,15 +9,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpkit.errors import LaunchFailed
-from dpkit.launch.notes import encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dpkit.launch.notes import Job
     from dpkit.launch.tether import Ends, Tether
 
 # The path first: dpkit itself may be where only the head's own sys.path finds it.
@@ -28,7 +27,7 @@ _PROGRAM = (
 
 
 def start_keeper(
-    job: Job, tether: Tether, ends: Ends, *descriptors: int, env: Mapping[str, str]
+    note: bytes, tether: Tether, ends: Ends, *descriptors: int, env: Mapping[str, str]
 ) -> None:
     """Start a keeper and tell it its job.
 
@@ -36,7 +35,7 @@ def start_keeper(
     started it (`PR_SET_PDEATHSIG`), and a worker thread's end would be taken for the head's.
 
     Args:
-        job: what it is to do.
+        note: its job, encoded.
         tether: told of the keeper, which is a child of this process.
         ends: the keeper's.
         descriptors: further ones to inherit.
@@ -44,11 +43,9 @@ def start_keeper(
 
     Raises:
         LaunchFailed: there is no starting it.
-        TypeError, ValueError: the job's arguments are no JSON, or too large.
     """
-    note = encode(job)
     inherited = (ends.leash.fileno(), ends.lifeline, *descriptors)
-    path = [entry or os.getcwd() for entry in sys.path]  # noqa: PTH109 - a string is wanted
+    path = [str(entry) or str(Path.cwd()) for entry in sys.path]
     arguments = [json.dumps(path), str(os.getpid()), *map(str, inherited)]
     try:
         keeper = subprocess.Popen(  # noqa: S603 - this very interpreter
@@ -61,6 +58,6 @@ def start_keeper(
             env={**os.environ, **env},
         )
     except OSError as error:
-        raise LaunchFailed(f"{job.name}: starting {sys.executable} failed: {error}") from error
+        raise LaunchFailed(f"{tether.name}: starting {sys.executable} failed: {error}") from error
     tether.launched(keeper)
     tether.tell(note)

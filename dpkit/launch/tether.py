@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import socket
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -140,7 +140,7 @@ class Tether:
     async def end(self, grace: float) -> None:
         """End it, politely for `grace` seconds, and wait until nothing is left of it.
 
-        Not to be cancelled: it takes `grace` and `KILL_WITHIN` seconds at most.
+        Not to be cancelled: it takes `grace` and twice `KILL_WITHIN` seconds at most.
         """
         if not self._launched:
             return
@@ -242,12 +242,7 @@ async def open_tether(
     Raises:
         DpkitError: as `Tether.wait_ready` says, or by `launch`.
     """
-    leash, its_leash = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    leash.setblocking(False)
-    its_lifeline, lifeline = os.pipe()
-    output, its_output = os.pipe()
-    tether = Tether(name, leash, lifeline, output)
-    ends = Ends(its_leash, its_lifeline, its_output)
+    tether, ends = _connect(name)
     try:
         async with open_services(grace=0) as services:
             try:
@@ -263,6 +258,24 @@ async def open_tether(
                 await tether.end(grace)
     finally:
         tether.close()
+
+
+def _connect(name: str) -> tuple[Tether, Ends]:
+    """Both sides' descriptors."""
+    with ExitStack() as undo:
+        try:
+            leash, its_leash = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(leash.close)
+            undo.callback(its_leash.close)
+            its_lifeline, lifeline = os.pipe()
+            undo.callback(os.close, its_lifeline)
+            undo.callback(os.close, lifeline)
+            output, its_output = os.pipe()
+        except OSError as error:
+            raise LaunchFailed(f"{name}: there are no descriptors for it: {error}") from error
+        undo.pop_all()
+    leash.setblocking(False)
+    return Tether(name, leash, lifeline, output), Ends(its_leash, its_lifeline, its_output)
 
 
 def _typed(failed: Failed) -> DpkitError | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dpkit.errors import DpkitError, LaunchFailed
-from dpkit.launch.notes import Job, encode
+from dpkit.launch.notes import Job, encode_job
 from dpkit.launch.process import Worker
 from dpkit.launch.start import start_keeper
 from dpkit.launch.tether import open_tether
@@ -49,33 +49,33 @@ class _Life:
         self.error: DpkitError | None = None
         self.tether: Tether | None = None
         self._turn = trio.Lock()
-        self._requests, self._its_requests = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )
-        self._requests.setblocking(False)
+        self._requests: socket.socket | None = None
 
     @property
     def over(self) -> bool:
         """Whether no worker will come of it any more."""
         return self.settled.is_set() and (self.tether is None or self.tether.status is not None)
 
-    async def run(self, job: Job, env: Mapping[str, str]) -> None:
+    async def run(self, name: str, note: bytes, env: Mapping[str, str]) -> None:
         """Start it, and see it to its end; what it failed of is `error`."""
 
         async def launch(tether: Tether, ends: Ends) -> None:
-            start_keeper(job, tether, ends, self._its_requests.fileno(), env=env)
-            self._its_requests.close()
+            self._requests, its_requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._requests.setblocking(False)
+            with its_requests:
+                start_keeper(note, tether, ends, its_requests.fileno(), env=env)
 
         try:
-            async with open_tether(job.name, launch, grace=0) as self.tether:
+            async with open_tether(name, launch, grace=0) as self.tether:
                 self.settled.set()
                 await self.tether.gone.wait()
         except DpkitError as error:
             self.error = error
         finally:
             self.settled.set()
-            self._requests.close()
-            self._its_requests.close()
+            if self._requests is not None:
+                trio.lowlevel.notify_closing(self._requests)
+                self._requests.close()
 
     async def fork(self, note: bytes, ends: Ends) -> None:
         """Ask for a worker, which gets these ends.
@@ -84,16 +84,17 @@ class _Life:
             LaunchFailed: the zygote has gone.
         """
         async with self._turn:
-            while not self.over:
+            while self._requests is not None and not self.over:
                 with suppress(BlockingIOError):  # it forks as fast as it can
-                    self._send(note, ends)
+                    self._send(self._requests, note, ends)
                     return
-                await trio.lowlevel.wait_writable(self._requests)
+                with suppress(trio.ClosedResourceError):
+                    await trio.lowlevel.wait_writable(self._requests)
         raise LaunchFailed("the zygote has ended")
 
-    def _send(self, note: bytes, ends: Ends) -> None:
+    def _send(self, requests: socket.socket, note: bytes, ends: Ends) -> None:
         try:
-            socket.send_fds(self._requests, [note], list(ends.descriptors))
+            socket.send_fds(requests, [note], list(ends.descriptors))
         except ConnectionError as error:
             raise LaunchFailed(f"the zygote has ended: {error}") from error
 
@@ -101,8 +102,9 @@ class _Life:
 class Zygote:
     """Forks workers; made by `open_zygote`. While its block lasts, any task may open workers."""
 
-    def __init__(self, job: Job, env: Mapping[str, str], services: Services) -> None:
-        self._job = job
+    def __init__(self, name: str, note: bytes, env: Mapping[str, str], services: Services) -> None:
+        self._name = name
+        self._note = note
         self._env = env
         self._services = services
         self._life: _Life | None = None
@@ -147,11 +149,13 @@ class Zygote:
             says.
         """
         job = Job(name, None, {}, work, dict(args or {}), None)
+        note = encode_job(job)
         async with AsyncExitStack() as stack:
-            yield Worker(await self._enter_worker(stack, job, grace))
+            yield Worker(await self._enter_worker(stack, name, note, grace))
 
-    async def _enter_worker(self, stack: AsyncExitStack, job: Job, grace: float) -> Tether:
-        note = encode(job)
+    async def _enter_worker(
+        self, stack: AsyncExitStack, name: str, note: bytes, grace: float
+    ) -> Tether:
         while True:
             life = await self._ready_life()
 
@@ -160,7 +164,7 @@ class Zygote:
                 await life.fork(note, ends)
 
             try:
-                return await stack.enter_async_context(open_tether(job.name, launch, grace=grace))
+                return await stack.enter_async_context(open_tether(name, launch, grace=grace))
             except LaunchFailed:
                 if not await _has_just_ended(life):
                     raise
@@ -169,7 +173,7 @@ class Zygote:
         if self._life is None or self._life.over:
             self._life = _Life()
             self._services.start_soon(
-                self._life.run, self._job, self._env, name=f"zygote {self._job.name}"
+                self._life.run, self._name, self._note, self._env, name=f"zygote {self._name}"
             )
         life = self._life
         await life.settled.wait()
@@ -178,7 +182,7 @@ class Zygote:
         return life
 
     def __repr__(self) -> str:
-        return f"<Zygote {self._job.name} pid {self.pid}>"
+        return f"<Zygote {self._name} pid {self.pid}>"
 
 
 @protected_context
@@ -210,7 +214,7 @@ async def open_zygote(
     """
     job = Job(name, prepare, dict(args or {}), None, {}, runtime_dir)
     async with open_services(grace=0) as services:
-        zygote = Zygote(job, {**ONE_THREAD, **(env or {})}, services)
+        zygote = Zygote(name, encode_job(job), {**ONE_THREAD, **(env or {})}, services)
         await zygote.wait_ready()
         yield zygote
 

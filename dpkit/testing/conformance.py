@@ -1,4 +1,4 @@
-"""Does yours keep the contract? The suites that every built-in model, policy and link passes.
+"""Does yours keep the contract? The suites that all built-in parts pass.
 
     def test_my_model():
         check_model(MyModel)
@@ -9,9 +9,10 @@ that was broken and what broke it.
 
 from __future__ import annotations
 
+from dpkit.testing.conform_launcher import check_launcher
 from dpkit.testing.conform_link import check_link
 from dpkit.testing.conform_model import check_model
 from dpkit.testing.conform_policy import check_policy
 from dpkit.testing.rules import Nonconforming
 
-__all__ = ["Nonconforming", "check_link", "check_model", "check_policy"]
+__all__ = ["Nonconforming", "check_launcher", "check_link", "check_model", "check_policy"]
