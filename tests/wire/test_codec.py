@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext, encode
 
+import dpkit
 from dpkit.errors import RequestRejected, WireError
 from dpkit.wire import codec
 from dpkit.wire.codec import Abort, Add, Utility
@@ -381,3 +383,11 @@ def test_bytes_must_fit_the_shape(shape: tuple[int, ...]) -> None:
 def test_an_array_of_a_dtype_we_cannot_read_is_refused() -> None:
     with pytest.raises(ValueError, match="dtype 'bfloat16'"):
         unpack(Tensor("bfloat16", (2,), b"abcd"))
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (Path(dpkit.__file__).parents[1] / "docs" / "wire.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(example, names)  # noqa: S102 - our own page
+    assert names["frames"][0] == codec.ADD
