@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from dpkit.errors import DpkitError, LaunchFailed
 from dpkit.link.engine import Loaded, Place, serve_engine
 from dpkit.messages import EngineId
 from dpkit.nursery.limits import limits_of
+from dpkit.nursery.services import open_services
 from dpkit.wire.address import AddressFailed
 
 if TYPE_CHECKING:
@@ -43,15 +45,19 @@ _log = logging.getLogger(__name__)
 @click.option("--rank", type=click.IntRange(0, 65_535), required=True, help="Which engine to be.")
 @click.option("--handshake", required=True, metavar="ADDR", help="Where to say HELLO.")
 @click.option("--local", is_flag=True, help="Say that the handshake's owner started this engine.")
+@click.option("--lifeline", is_flag=True, help="End when standard input does.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
-def command(file: str, rank: int, handshake: str, local: bool, overrides: tuple[str, ...]) -> int:
+def command(  # noqa: PLR0917 - click passes by keyword
+    file: str, rank: int, handshake: str, local: bool, lifeline: bool, overrides: tuple[str, ...]
+) -> int:
     """Be one engine of a config, for frontends that speak vLLM's engine-core wire.
 
     Ranks count the engines of all groups of the config, from 0 on. Whoever owns the handshake at
     ADDR (tcp://HOST:PORT or ipc://PATH) tells where the frontends are.
 
     On SIGTERM requests end as aborted, and the exit code is 0. A second signal ends the process at
-    once.
+    once. With --lifeline the end of standard input is as good as SIGTERM: give it a pipe whose
+    other end you hold, and the engine does not outlive you.
     """
     config = load_config(file, overrides=overrides)
     set_up(config.log.level)
@@ -66,7 +72,7 @@ def command(file: str, rank: int, handshake: str, local: bool, overrides: tuple[
         max_message_bytes=engine.group.process.max_message,
     )
     try:
-        return trio.run(_serve, place, engine)
+        return trio.run(_serve, place, engine, lifeline)
     except (LaunchFailed, AddressFailed) as error:
         click.echo(f"error: {error}", err=True)
         return _NOT_STARTED
@@ -117,11 +123,23 @@ def _dtype(group: EngineGroupConfig) -> str:
     return resolve_dtype(group.dtype, group.quant).value
 
 
-async def _serve(place: Place, engine: _Engine) -> int:
+async def _serve(place: Place, engine: _Engine, lifeline: bool) -> int:
     stop = trio.Event()
     with _signals(stop) as stops:
-        await serve_engine(place, partial(trio.to_thread.run_sync, engine.load), stop)
+        async with open_services(grace=0) as services:
+            if lifeline:
+                services.start_soon(_watch_input, stop, name="lifeline")
+            await serve_engine(place, partial(trio.to_thread.run_sync, engine.load), stop)
     return 128 + signal.SIGINT if signal.SIGINT in stops else 0
+
+
+async def _watch_input(stop: trio.Event) -> None:
+    """Set `stop` at the end of standard input; what is written there is not read for anything."""
+    descriptor, read = sys.stdin.fileno(), True
+    while read:
+        await trio.lowlevel.wait_readable(descriptor)
+        read = bool(os.read(descriptor, 4096))
+    stop.set()
 
 
 @contextmanager
