@@ -19,6 +19,10 @@ run: $(VENV)/.installed model  ## the main job: two engines answer four prompts
 test: $(VENV)/.installed model  ## the whole fast suite
 	$(BIN)/pytest
 
+.PHONY: frontend
+frontend: $(VENV)/.installed  ## vLLM's real frontend (61 MB), which some tests drive, into your cache
+	$(BIN)/python tests/peers/fetch.py
+
 # No faulthandler watchdog: a run of minutes died (CPython 3.11) in the middle of its second dump.
 slow: $(VENV)/.peers model  ## soaks, thousands of seeds, comparisons with transformers
 	$(BIN)/pytest -m slow --timeout 1800 -o faulthandler_timeout=0
