@@ -14,7 +14,7 @@ import trio
 KEPT = 20
 """Lines kept: enough for most tracebacks' ends."""
 
-LONGEST = 16 * 1024
+LONGEST = 4096
 """Bytes of a line; a longer one is cut in pieces, so that a flood without line ends stays small."""
 
 _CHUNK = 64 * 1024

@@ -59,5 +59,5 @@ def start_keeper(
         )
     except OSError as error:
         raise LaunchFailed(f"{tether.name}: starting {sys.executable} failed: {error}") from error
-    tether.launched(keeper)
+    tether.keeper = keeper
     tether.tell(note)

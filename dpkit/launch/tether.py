@@ -67,11 +67,11 @@ class Tether:
         self.status: ExitStatus | None = None
         self.gone = trio.Event()
         """Nothing of it is left, its keeper included."""
+        self.keeper: subprocess.Popen[bytes] | None = None
+        """The keeper, if it is a child of this process, to be reaped here."""
         self._leash = leash
         self._lifeline = lifeline
         self._output = Output(output, name)
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._launched = False
         self._said_ready = False
         self._settled = trio.Event()
         self._ended = trio.Event()
@@ -87,11 +87,6 @@ class Tether:
     def lines(self) -> Iterable[str]:
         """The last lines it wrote."""
         return self._output.lines
-
-    def launched(self, keeper: subprocess.Popen[bytes] | None = None) -> None:
-        """Note that the other ends are given away; `keeper` is ours to reap, if it is our child."""
-        self._launched = True
-        self._keeper = keeper
 
     async def wait_ready(self) -> None:
         """Wait until what it prepares is prepared.
@@ -142,8 +137,6 @@ class Tether:
 
         Not to be cancelled: it takes `grace` and twice `KILL_WITHIN` seconds at most.
         """
-        if not self._launched:
-            return
         if grace > 0 and self.ready and self.status is None:
             self.send_signal(signal.SIGTERM)
             with trio.move_on_after(grace, shield=True):
@@ -172,7 +165,7 @@ class Tether:
                     self._end(ExitStatus(answer.code))
             if self.ready or self._failed is not None:
                 self._settled.set()
-        await self._reap_keeper()
+        await self._reap()
         if self.status is None:  # the keeper was killed, and its children with it
             self._end(ExitStatus(-signal.SIGKILL))
         self._output.drain()  # what its children had to say
@@ -211,21 +204,18 @@ class Tether:
 
     def _kill_keeper(self) -> None:
         """Somebody stopped it, perhaps. What it keeps dies with it, by the kernel's hand."""
-        if self._keeper is not None:
-            self._keeper.kill()
+        if self.keeper is not None:
+            self.keeper.kill()
         elif len(self._pidfds) == _PIDFDS:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfds[1], signal.SIGKILL)
 
-    async def _reap_keeper(self) -> None:
-        if self._keeper is None:
-            return
-        pidfd = os.pidfd_open(self._keeper.pid)
-        try:
+    async def _reap(self) -> None:
+        """Wait for the end of process and keeper, and reap what is our child."""
+        for pidfd in self._pidfds:
             await trio.lowlevel.wait_readable(pidfd)
-        finally:
-            os.close(pidfd)
-        self._keeper.wait()
+        if self.keeper is not None:
+            self.keeper.wait()  # at once, or nearly: it ended, or did not come to begin
 
 
 @asynccontextmanager
@@ -236,7 +226,7 @@ async def open_tether(
 
     Args:
         name: who it is, in logs and errors.
-        launch: gives the process its ends, and calls `launched` just before or after.
+        launch: gives the process its ends.
         grace: Seconds from SIGTERM to SIGKILL, once it was ready.
 
     Raises:
@@ -246,12 +236,12 @@ async def open_tether(
     try:
         async with open_services(grace=0) as services:
             try:
+                services.start_soon(tether.listen, name=f"listen to {name}")
+                services.start_soon(tether.relay, name=f"output of {name}")
                 try:
                     await launch(tether, ends)
                 finally:
-                    ends.close()
-                services.start_soon(tether.listen, name=f"listen to {name}")
-                services.start_soon(tether.relay, name=f"output of {name}")
+                    ends.close()  # where nobody has others, that is the end
                 await tether.wait_ready()
                 yield tether
             finally:

@@ -108,6 +108,7 @@ class Zygote:
         self._env = env
         self._services = services
         self._life: _Life | None = None
+        self._closed = False
 
     @property
     def pid(self) -> int | None:
@@ -153,14 +154,17 @@ class Zygote:
         async with AsyncExitStack() as stack:
             yield Worker(await self._enter_worker(stack, name, note, grace))
 
+    def close(self) -> None:
+        """Open no workers any more; the end of the block does it."""
+        self._closed = True
+
     async def _enter_worker(
         self, stack: AsyncExitStack, name: str, note: bytes, grace: float
     ) -> Tether:
         while True:
             life = await self._ready_life()
 
-            async def launch(tether: Tether, ends: Ends, life: _Life = life) -> None:
-                tether.launched()
+            async def launch(_: Tether, ends: Ends, life: _Life = life) -> None:
                 await life.fork(note, ends)
 
             try:
@@ -170,6 +174,8 @@ class Zygote:
                     raise
 
     async def _ready_life(self) -> _Life:
+        if self._closed:
+            raise RuntimeError(f"zygote {self._name} is closed: open workers inside its block")
         if self._life is None or self._life.over:
             self._life = _Life()
             self._services.start_soon(
@@ -215,8 +221,11 @@ async def open_zygote(
     job = Job(name, prepare, dict(args or {}), None, {}, runtime_dir)
     async with open_services(grace=0) as services:
         zygote = Zygote(name, encode_job(job), {**ONE_THREAD, **(env or {})}, services)
-        await zygote.wait_ready()
-        yield zygote
+        try:
+            await zygote.wait_ready()
+            yield zygote
+        finally:
+            zygote.close()
 
 
 async def _has_just_ended(life: _Life) -> bool:
