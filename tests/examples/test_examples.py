@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import zmq
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -98,6 +102,41 @@ def test_your_own_model_can_be_tested_as_ours_are() -> None:
     assert "3 passed" in process.stdout
     assert re.search(r"cancelled in \d\d+ runs", process.stdout)
     assert re.search(r"failed in \d\d runs: \{'allocate': 2, 'step': 10\}", process.stdout)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_vllms_server_can_start_dpkits_engines_and_none_outlives_it(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    (tmp_path / "dpkit.toml").write_text('[[engines]]\nmodel = "echo"\ncount = 2\n')
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as handshake:
+        port = handshake.bind_to_random_port("tcp://127.0.0.1")
+        command = [
+            *(sys.executable, str(EXAMPLES / "vllm_engines.py")),
+            *("-m", "vllm.entrypoints.cli.main", "serve", "a-model", "--headless"),
+            *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(port)),
+            *("--data-parallel-size", "2", "--max-num-seqs", "7"),
+        ]
+        config = {"DPKIT_CONFIG": str(tmp_path / "dpkit.toml")}
+        with subprocess.Popen(command, env=os.environ | config) as process:
+            ranks = {handshake.recv_multipart()[0] for _ in range(2)}
+            assert ranks == {b"\x00\x00", b"\x01\x00"}
+            assert _processes_told(f"tcp://127.0.0.1:{port}") == 2
+            process.send_signal(signum)
+            assert process.wait(10) == (-signum if signum == signal.SIGKILL else 0)
+        deadline = time.monotonic() + 5
+        while _processes_told(f"tcp://127.0.0.1:{port}"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def _processes_told(word: str) -> int:
+    """How many processes have `word` on their command line."""
+    commands = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            commands += word in path.read_text().split("\0")
+    return commands
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
