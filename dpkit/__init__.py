@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dpkit.messages import BatchRow as BatchRow
     from dpkit.messages import Completion as Completion
     from dpkit.messages import EngineId as EngineId
+    from dpkit.messages import EngineOutput as EngineOutput
     from dpkit.messages import GenerateRequest as GenerateRequest
     from dpkit.messages import ModelSpec as ModelSpec
     from dpkit.messages import Output as Output
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from dpkit.nursery.events import EventKind as EventKind
     from dpkit.nursery.services import open_services as open_services
     from dpkit.nursery.stream import OutputStream as OutputStream
+    from dpkit.nursery.submission import Submission as Submission
     from dpkit.nursery.supervisor import Restarts as Restarts
     from dpkit.nursery.supervisor import supervise as supervise
     from dpkit.sampling import SamplingParams as SamplingParams
@@ -96,6 +98,7 @@ _HOMES = {
     "BatchRow": "messages",
     "Completion": "messages",
     "EngineId": "messages",
+    "EngineOutput": "messages",
     "GenerateRequest": "messages",
     "ModelSpec": "messages",
     "Output": "messages",
@@ -112,6 +115,7 @@ _HOMES = {
     "EventKind": "nursery.events",
     "open_services": "nursery.services",
     "OutputStream": "nursery.stream",
+    "Submission": "nursery.submission",
     "Restarts": "nursery.supervisor",
     "supervise": "nursery.supervisor",
     "SamplingParams": "sampling",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+import dpkit.nursery.bell  # noqa: F401 - it tries Trio out, which must not be in a seeded run
 from dpkit.errors import InternalError
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The client: prompts in, streams out, and never a lost count.
 
-What users hold. Makes requests (`dpkit.nursery.requests`) and hands out streams
-(`dpkit.nursery.stream`); what becomes of a request between the two is kept by
-`dpkit.nursery.flights`. Knows no engine.
+What users hold. Makes requests (`dpkit.nursery.requests`) and hands out what their outputs go to:
+streams (`dpkit.nursery.stream`) and submissions (`dpkit.nursery.submission`). What becomes of a
+request between the two is kept by `dpkit.nursery.flights`. Knows no engine.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dpkit.errors import RequestRejected
 from dpkit.names import Cause
 from dpkit.nursery.requests import RequestMaker
 from dpkit.nursery.stream import OutputStream
+from dpkit.nursery.submission import Submission, check_sink
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from dpkit.abc import Tokenizer
     from dpkit.balancer.admission import AdmissionStatistics
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from dpkit.nursery.flight import RequestStatistics
     from dpkit.nursery.flights import Flights
     from dpkit.nursery.prompts import Prompt
-    from dpkit.nursery.requests import RequestOptions
+    from dpkit.nursery.requests import Asked, RequestOptions
+    from dpkit.nursery.submission import Sink
 
 _LEFT = (Cause.CLIENT, Cause.DRAIN, Cause.SHUTDOWN)
 
@@ -54,6 +56,8 @@ class ClientStatistics:
     """Continued on another engine, after their tokens so far."""
     late_outputs: int
     """Outputs that arrived after the release, or from another life of an engine; dropped."""
+    sinks_failed: int
+    """Sinks of submissions that raised; their requests ended with that."""
 
     @property
     def finished(self) -> int:
@@ -104,14 +108,9 @@ class Client:
             RequestRejected: a field is of the wrong type or out of range, the prompt cannot be
                 encoded, or `n` asks for several completions.
         """
-        [stream, *others] = self.generate_many(prompt, sampling, **options)
-        if others:
-            raise RequestRejected(
-                f"request {stream.request_id}: n = {1 + len(others)} asks for several completions, "
-                "and generate() and complete() give one; use generate_many() or complete_many()",
-                request_id=stream.request_id,
-            )
-        return stream
+        made = self._maker.make(prompt, sampling, options)
+        asked = _only(made, "generate() and complete() give")
+        return OutputStream(self._flights, asked.request, asked.transcript)
 
     def generate_many(
         self,
@@ -157,6 +156,36 @@ class Client:
         finally:
             _close(streams)
 
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        sink: Sink,
+        **options: Unpack[RequestOptions],
+    ) -> Submission:
+        """Send a request whose outputs go to a callable, for servers; see `Submission`.
+
+        Never waits: while there is no room, the request does, in the same queue as those of
+        streams.
+
+        Args:
+            prompt: As for `generate`.
+            sampling: As for `generate`.
+            sink: Called with an `EngineOutput` for each step, synchronously.
+            **options: As for `generate`.
+
+        Raises:
+            RequestRejected: as for `generate`, or its id is in flight, or it can never be placed.
+            Overloaded: the queue is full. Draining, ClusterClosed: nothing is admitted any more.
+            TypeError: the sink is no plain callable.
+        """
+        check_sink(sink)
+        asked = _only(self._maker.make(prompt, sampling, options), "submit() gives")
+        submission = Submission(self._flights, asked.request, asked.transcript, sink)
+        submission.start()
+        return submission
+
     def statistics(self) -> ClientStatistics:
         """Counts of this client; never waits."""
         flights = self._flights
@@ -170,6 +199,7 @@ class Client:
             retried=flights.retried,
             resumed=flights.resumed,
             late_outputs=flights.late_outputs,
+            sinks_failed=flights.sinks_failed,
         )
 
     def audit(self) -> tuple[str, ...]:
@@ -184,6 +214,19 @@ class Client:
                 f"{len(flights)} are under way"
             )
         return tuple(problems)
+
+
+def _only(asked: Sequence[Asked], gives: str) -> Asked:
+    """The one request that was asked for."""
+    [first, *others] = asked
+    if others:
+        request_id = first.request.request_id
+        raise RequestRejected(
+            f"request {request_id}: n = {1 + len(others)} asks for several completions, "
+            f"and {gives} one; use generate_many() or complete_many()",
+            request_id=request_id,
+        )
+    return first
 
 
 def _close(streams: Iterable[OutputStream]) -> None:

@@ -37,6 +37,7 @@ class EventKind(enum.StrEnum):
     REQUEST_RETRIED = "request_retried"
     REQUEST_RESUMED = "request_resumed"
     REQUEST_ENDED = "request_ended"
+    SINK_FAILED = "sink_failed"
     DRAINING = "draining"
     SCALED = "scaled"
     RELOADED = "reloaded"
@@ -47,6 +48,7 @@ _LEVELS = {
     EventKind.REQUEST_RETRIED: logging.DEBUG,
     EventKind.REQUEST_RESUMED: logging.DEBUG,
     EventKind.REQUEST_ENDED: logging.DEBUG,
+    EventKind.SINK_FAILED: logging.DEBUG,  # logged by who called it, with its traceback
 }
 
 

@@ -6,7 +6,7 @@ Data and wording; what happens to a flight is decided in `dpkit.nursery.flights`
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 from attrs import define, evolve, field, frozen
@@ -26,10 +26,33 @@ if TYPE_CHECKING:
     from dpkit.balancer.dispatch import Placement
     from dpkit.errors import DpkitError
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
-    from dpkit.nursery.stream import OutputStream
 
 _DRAIN_RETRY_S = 5.0
 """What a client of a draining cluster is told to wait: about the time a restarted pod needs."""
+
+
+class Receiver(Protocol):
+    """Where the outputs of one request go; `Flights` drives it, and nobody else.
+
+    All calls come on Trio's thread, are synchronous and raise nothing. A receiver may call back:
+    `Flights.end`, and `Flights.begin` for another request.
+    """
+
+    request: GenerateRequest
+    scans: bool
+    """Whether each output is to be shown to `scan` before it counts."""
+
+    def scan(self, output: EngineOutput) -> EngineOutput:
+        """Give it back as it is, or with a finish reason: then the request ends with it."""
+
+    def on_placed(self, placement: Placement) -> None:
+        """The request has its engine, perhaps not its first one."""
+
+    def deliver(self, output: EngineOutput) -> None:
+        """Take an output. With a finish reason it is the last, and the books are closed by then."""
+
+    def fail(self, reason: FinishReason, error: Exception) -> None:
+        """Take what ended the request without a word of its engine; no more comes."""
 
 
 @frozen(kw_only=True)
@@ -64,7 +87,7 @@ class RequestStatistics:
 class Flight:
     """One request under way."""
 
-    stream: OutputStream
+    receiver: Receiver
     request: GenerateRequest  # as an engine gets it: it grows when it is resumed elsewhere
     retries_left: int
     times_out_at: float  # in the queue
@@ -103,21 +126,34 @@ class Flight:
             tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
         )
 
-    def resumed(self) -> GenerateRequest:
-        """The request with what was delivered so far as its output.
+    def may_go_elsewhere(self, *, resume: bool) -> bool:
+        """Whether another engine may have it, now that its own was lost."""
+        if not self.retries_left or self.request.engine is not None:
+            return False
+        return not self.delivered or resume or self.request.resume
+
+    def go_elsewhere(self, times_out_at: float) -> None:
+        """Be what another engine gets: what was delivered so far is its output already.
 
         The prompt was described with the first token, so that is not asked again.
         """
-        asked = self.stream.request
-        return evolve(
+        self.retries_left -= 1
+        self.retries += 1
+        self.times_out_at = times_out_at
+        if not self.delivered:
+            return
+        asked = self.receiver.request
+        self.request = evolve(
             asked,
             output_token_ids=asked.output_token_ids + tuple(self.delivered),
             sampling=evolve(asked.sampling, prompt_logprobs=None),
         )
 
 
-def cause_of(output: EngineOutput) -> Cause:
-    """Why an engine ended a request."""
+def cause_of(output: EngineOutput, seen: EngineOutput) -> Cause:
+    """Why a request ended: by what its engine said, or what its receiver saw in that."""
+    if seen is not output and output.error is None:
+        return Cause.STOP if seen.finish_reason is FinishReason.STOP else Cause.REFUSED
     if output.finish_reason is FinishReason.ERROR:
         return Cause.REFUSED if isinstance(output.error, RequestRejected) else Cause.ENGINE_LOST
     return Cause.LENGTH if output.finish_reason is FinishReason.LENGTH else Cause.STOP

@@ -17,7 +17,7 @@ import trio
 
 from dpkit.balancer.admission import AdmissionQueue
 from dpkit.balancer.deadlines import Deadlines
-from dpkit.errors import ClusterClosed, EngineLost
+from dpkit.errors import ClusterClosed, EngineLost, describe
 from dpkit.names import Cause, FinishReason
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.flight import Flight, cause_of, refusal, too_late, waited_too_long
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from dpkit.errors import DpkitError
     from dpkit.messages import EngineId, EngineOutput, Snapshot
     from dpkit.nursery.events import EventLog
-    from dpkit.nursery.flight import Limits, RequestStatistics
+    from dpkit.nursery.flight import Limits, Receiver, RequestStatistics
     from dpkit.nursery.membership import Membership
-    from dpkit.nursery.stream import OutputStream
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class Flights:
         """Requests ended, by cause; each is counted once."""
         self.placed = 0
         """Requests on engines, now."""
-        self.started = self.retried = self.resumed = self.late_outputs = 0
+        self.started = self.retried = self.resumed = self.late_outputs = self.sinks_failed = 0
         self._dispatch = dispatch
         self._limits = limits
         self._membership = membership
@@ -65,6 +64,7 @@ class Flights:
         self._away: dict[str, dict[str, Flight]] = {}  # pinned to engines that are not here now
         self._deadlines = Deadlines()
         self._refusal: type[DpkitError] | None = None
+        self._filling = False
         self._timer = trio.lowlevel.ParkingLot()
         self._idle = trio.lowlevel.ParkingLot()
 
@@ -135,7 +135,7 @@ class Flights:
     # A request's life.
 
     @trio.lowlevel.enable_ki_protection
-    def begin(self, stream: OutputStream) -> None:
+    def begin(self, receiver: Receiver) -> None:
         """Admit a request, and place it at once if there is room.
 
         Raises:
@@ -143,17 +143,13 @@ class Flights:
             Overloaded: the queue is full.
             ClusterClosed, Draining: nothing is admitted any more.
         """
-        request = stream.request
+        request = receiver.request
         if self._refusal is not None:
             raise refusal(self._refusal, request.request_id)
         if request.request_id in self._flights:
             raise duplicate(request.request_id)
-        flight = Flight(
-            stream=stream,
-            request=request,
-            retries_left=self._limits.retries,
-            times_out_at=trio.current_time() + self._limits.queue_timeout,
-        )
+        times_out_at = trio.current_time() + self._limits.queue_timeout
+        flight = Flight(receiver, request, self._limits.retries, times_out_at)
         at_once = not self._queue and self._has_room() and self._dispatch.has_room(request.engine)
         if not at_once:
             self._enqueue(flight)
@@ -167,41 +163,47 @@ class Flights:
 
     @trio.lowlevel.enable_ki_protection
     def deliver(self, engine: EngineId, output: EngineOutput) -> None:
-        """Route one output to its stream; called by links, on Trio's thread."""
+        """Route one output to its receiver; called by links, on Trio's thread, for every token."""
         flight = self._flights.get(output.request_id)
         if flight is None or flight.placement is None or flight.placement.engine != engine:
             self.late_outputs += 1
             return
+        if output.error is not None and self._try_elsewhere(flight, output.error):
+            return
         if output.token_ids and not flight.answered:
             flight.answered = True
             self._membership.on_success(engine)
-        if isinstance(output.error, EngineLost) and self._try_elsewhere(flight):
-            return
         flight.delivered += output.token_ids
-        flight.stream.deliver(output)  # which may find a stop string and so end it by itself
-        if output.finish_reason is not None and self._is_under_way(flight):
-            self._conclude(flight, output.finish_reason, cause_of(output))
+        if output.finish_reason is None and not flight.receiver.scans:
+            flight.receiver.deliver(output)
+        else:
+            self._deliver_last(flight, output)
+
+    def _deliver_last(self, flight: Flight, output: EngineOutput) -> None:
+        """Deliver what ends its request, or may: once its receiver hears it, the books say so."""
+        seen = flight.receiver.scan(output) if flight.receiver.scans else output
+        if seen.finish_reason is not None and self._is_under_way(flight):
+            if output.finish_reason is None:
+                self._abort(flight)
+            self._conclude(flight, seen.finish_reason, cause_of(output, seen))
+        flight.receiver.deliver(seen)
         self.fill()
 
     @trio.lowlevel.enable_ki_protection
-    def end(self, stream: OutputStream) -> None:
-        """Leave a stream: withdraw or abort its request if it is unfinished. Idempotent."""
-        self._leave(stream, FinishReason.ABORT, Cause.CLIENT)
-
-    @trio.lowlevel.enable_ki_protection
-    def finish(self, stream: OutputStream) -> None:
-        """End a stream that has all it wanted: only it sees a stop string. Idempotent."""
-        self._leave(stream, FinishReason.STOP, Cause.STOP)
-
-    @trio.lowlevel.enable_ki_protection
-    def spoil(self, stream: OutputStream) -> None:
-        """End a stream whose tokens cannot be turned into text. Idempotent."""
-        self._leave(stream, FinishReason.ERROR, Cause.REFUSED)
-
-    def _leave(self, stream: OutputStream, reason: FinishReason, cause: Cause) -> None:
-        if (flight := self._flights.get(stream.request_id)) and flight.stream is stream:
-            self._stop(flight, reason, cause)
+    def end(self, receiver: Receiver) -> None:
+        """Withdraw or abort a request that is unfinished: nobody wants it any more. Idempotent."""
+        flight = self._flights.get(receiver.request.request_id)
+        if flight is not None and flight.receiver is receiver:
+            self._stop(flight, FinishReason.ABORT, Cause.CLIENT)
             self.fill()
+
+    @trio.lowlevel.enable_ki_protection
+    def disown(self, receiver: Receiver, error: BaseException) -> None:
+        """Take note that a receiver failed at its own work, and end its request. Idempotent."""
+        self.sinks_failed += 1
+        request_id = receiver.request.request_id
+        self._events.emit(EventKind.SINK_FAILED, request_id=request_id, detail=describe(error))
+        self.end(receiver)
 
     # The end of many at once.
 
@@ -268,14 +270,23 @@ class Flights:
 
     def fill(self) -> None:
         """Place whoever is next in line, for as long as there is room."""
-        while self._queue and self._has_room():
-            flight = self._flights[self._queue.pop(trio.current_time()).request_id]
-            flight.ticket = None
-            pin = flight.request.engine
-            if self._dispatch.has_room(pin):
-                self._send(flight)
-            else:  # it must not keep others waiting that may go anywhere
-                self._away.setdefault(str(pin), {})[flight.request.request_id] = flight
+        if self._filling:
+            return  # called back from within: the loop goes on below
+        self._filling = True
+        try:
+            while self._queue and self._has_room():
+                self._fill_one(self._queue.pop(trio.current_time()).request_id)
+        finally:
+            self._filling = False
+
+    def _fill_one(self, request_id: str) -> None:
+        flight = self._flights[request_id]
+        flight.ticket = None
+        pin = flight.request.engine
+        if self._dispatch.has_room(pin):
+            self._send(flight)
+        else:  # it must not keep others waiting that may go anywhere
+            self._away.setdefault(str(pin), {})[request_id] = flight
 
     def _has_room(self) -> bool:
         bound = self._limits.max_inflight
@@ -292,14 +303,16 @@ class Flights:
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
             return
+        request_id = flight.request.request_id
         if _log.isEnabledFor(logging.DEBUG):
-            request_id, engine = flight.request.request_id, placement.engine
-            _log.debug("request %s goes to %s by %s", request_id, engine, placement.reason)
+            _log.debug(
+                "request %s goes to %s by %s", request_id, placement.engine, placement.reason
+            )
         flight.placement, flight.answered = placement, False
         self.placed += 1
-        self._deadlines.discard(flight.request.request_id)
+        self._deadlines.discard(request_id)
         self._set_alarm(flight)
-        flight.stream.on_placed(placement)
+        flight.receiver.on_placed(placement)
         self._membership.on_placed(placement.engine)
         self._submit(flight, placement)
 
@@ -310,29 +323,23 @@ class Flights:
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a link raises
             if flight.placement is not placement:
                 return  # it was answered all the same, or has gone elsewhere already
-            if isinstance(error, EngineLost) and self._try_elsewhere(flight):
+            if self._try_elsewhere(flight, error):
                 return
             cause = Cause.ENGINE_LOST if isinstance(error, EngineLost) else Cause.REFUSED
             self._fail(flight, FinishReason.ERROR, cause, error)
 
-    def _try_elsewhere(self, flight: Flight) -> bool:
+    def _try_elsewhere(self, flight: Flight, error: Exception) -> bool:
         """Place a request of a lost engine anew, if it may be; that engine is no candidate now."""
-        request, resume = flight.request, flight.request.resume or self._limits.resume
-        if not flight.retries_left or request.engine is not None or self._refusal is ClusterClosed:
+        if not isinstance(error, EngineLost) or self._refusal is ClusterClosed:
             return False
-        if flight.delivered and not resume:
+        if not flight.may_go_elsewhere(resume=self._limits.resume):
             return False
         self._leave_engine(flight)
-        flight.retries_left -= 1
-        flight.retries += 1
-        flight.times_out_at = trio.current_time() + self._limits.queue_timeout
-        if flight.delivered:
-            self.resumed += 1
-            flight.request = flight.resumed()
-        else:
-            self.retried += 1
+        flight.go_elsewhere(trio.current_time() + self._limits.queue_timeout)
         kind = EventKind.REQUEST_RESUMED if flight.delivered else EventKind.REQUEST_RETRIED
-        self._events.emit(kind, request_id=request.request_id)
+        self.resumed += kind is EventKind.REQUEST_RESUMED
+        self.retried += kind is EventKind.REQUEST_RETRIED
+        self._events.emit(kind, request_id=flight.request.request_id)
         self._enqueue(flight, front=True)
         self.fill()
         self._set_alarm(flight)
@@ -345,14 +352,17 @@ class Flights:
 
     def _stop(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
         """End a request from this side: withdraw it from the queue, or abort it."""
+        self._abort(flight)
+        self._conclude(flight, reason, cause)
+
+    def _abort(self, flight: Flight) -> None:
         if flight.placement is not None and (link := self._links.get(flight.placement.engine)):
             link.abort(flight.request.request_id)
-        self._conclude(flight, reason, cause)
 
     def _fail(self, flight: Flight, reason: FinishReason, cause: Cause, error: Exception) -> None:
         if self._is_under_way(flight):
             self._stop(flight, reason, cause)
-            flight.stream.fail(reason, error)
+            flight.receiver.fail(reason, error)
 
     def _leave_engine(self, flight: Flight) -> None:
         if flight.placement is not None:
@@ -368,20 +378,16 @@ class Flights:
 
     def _conclude(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
         """The one terminal event of a request."""
+        request_id = flight.request.request_id
         engine = flight.placement.engine if flight.placement else None
         self._leave_engine(flight)
-        if engine is not None and not flight.answered:
-            self._membership.on_inconclusive(engine)
         self._leave_queue(flight)
-        del self._flights[flight.request.request_id]
-        self._deadlines.discard(flight.request.request_id)
+        del self._flights[request_id]
+        self._deadlines.discard(request_id)
         self.causes[cause] += 1
-        self._events.emit(
-            EventKind.REQUEST_ENDED,
-            request_id=flight.request.request_id,
-            engine=engine,
-            reason=reason,
-            cause=cause,
-        )
+        ended = EventKind.REQUEST_ENDED
+        self._events.emit(ended, request_id=request_id, engine=engine, reason=reason, cause=cause)
+        if engine is not None and not flight.answered:
+            self._membership.on_inconclusive(engine)  # which may place others, and call anybody
         if not self._flights:
             self._idle.unpark_all()

@@ -11,17 +11,17 @@ import math
 from typing import TYPE_CHECKING, Self
 
 import trio
-from attrs import evolve
 
 from dpkit.errors import InternalError
-from dpkit.messages import Completion, EngineOutput, FinishReason, Output
+from dpkit.messages import Completion, EngineOutput, Output
 from dpkit.nursery.mailbox import Mailbox
+from dpkit.nursery.scribe import Scribe
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from dpkit.balancer.dispatch import Placement
-    from dpkit.messages import EngineId, GenerateRequest, TokenLogprob
+    from dpkit.messages import EngineId, FinishReason, GenerateRequest, TokenLogprob
     from dpkit.nursery.flights import Flights
     from dpkit.text.transcript import Transcript
 
@@ -50,16 +50,15 @@ class OutputStream:
 
     def __init__(self, flights: Flights, request: GenerateRequest, transcript: Transcript) -> None:
         self.request = request
-        self.text = ""
+        self.scans = bool(request.sampling.stop)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.placement: Placement | None = None
         self._flights = flights
-        self._transcript = transcript
-        self._unreadable = False
-        self._unread_text = ""  # with stop strings only: else the mailbox's tokens are all there is
+        self._scribe = Scribe(transcript, scans=self.scans)
+        self._texts: list[str] = []
         self._mailbox = Mailbox(request.request_id)
         self._placed = trio.lowlevel.ParkingLot()
         self._failure: Exception | None = None
@@ -74,6 +73,13 @@ class OutputStream:
     def request_id(self) -> str:
         """Unique among the requests in flight."""
         return self.request.request_id
+
+    @property
+    def text(self) -> str:
+        """The text of all that was read so far."""
+        if len(self._texts) > 1:  # joined when asked for: by and by would take quadratic time
+            self._texts = ["".join(self._texts)]
+        return self._texts[0] if self._texts else ""
 
     @property
     def engine(self) -> EngineId:
@@ -144,12 +150,15 @@ class OutputStream:
         if self.finish_reason is not None:
             raise StopAsyncIteration
         received = await self._mailbox.take()
-        self.finish_reason = received.finish_reason  # first: what cannot be read has ended as well
-        text = self._take_text(received)
-        self.token_ids.extend(received.token_ids)
-        self.logprobs.extend(received.logprobs)
-        self.prompt_logprobs.extend(received.prompt_logprobs)
-        self.text += text
+        reason = self.finish_reason = received.finish_reason  # first: the unreadable has ended too
+        text = self._scribe.read(received.token_ids, last=reason is not None)
+        if text:
+            self._texts.append(text)
+        self.token_ids += received.token_ids
+        if received.logprobs:
+            self.logprobs += received.logprobs
+        if received.prompt_logprobs:
+            self.prompt_logprobs += received.prompt_logprobs
         if received.error is not None:
             self._read_failure = received.error
             raise received.error
@@ -158,7 +167,7 @@ class OutputStream:
             token_ids=received.token_ids,
             logprobs=received.logprobs,
             prompt_logprobs=received.prompt_logprobs,
-            finish_reason=received.finish_reason,
+            finish_reason=reason,
         )
 
     async def read_all(self) -> Completion:
@@ -167,49 +176,31 @@ class OutputStream:
             pass
         return self.completion()
 
-    def _take_text(self, received: EngineOutput) -> str:
-        if not self.request.sampling.stop:
-            return self._transcribe(received)
-        text, self._unread_text = self._unread_text, ""
-        return text
+    # What `Flights` drives, and users never call.
 
-    def _transcribe(self, output: EngineOutput) -> str:
-        return self._transcript.feed(output.token_ids, last=output.finish_reason is not None)
+    def scan(self, output: EngineOutput) -> EngineOutput:
+        """Look for stop strings, if `scans`."""
+        return self._scribe.scan(output)
 
     def on_placed(self, placement: Placement) -> None:
-        """The request has its engine, perhaps not its first one; called by the client."""
+        """The request has its engine, perhaps not its first one."""
         self.placement = placement
         self._placed.unpark_all()
 
     def fail(self, reason: FinishReason, error: Exception) -> None:
-        """There will be no more, and `error` is why; called by the client."""
+        """There will be no more, and `error` is why."""
         self._failure = error
         self._placed.unpark_all()
-        self.deliver(EngineOutput(request_id=self.request_id, finish_reason=reason, error=error))
+        output = EngineOutput(request_id=self.request_id, finish_reason=reason, error=error)
+        self.deliver(self.scan(output) if self.scans else output)
 
     def deliver(self, output: EngineOutput) -> None:
-        """Take one engine output; called by the client, never by users."""
-        if self.request.sampling.stop and not self._unreadable:
-            output = self._scan(output)
-        now = trio.current_time()
+        """Take one engine output."""
         if output.token_ids and math.isnan(self._first_token_at):
-            self._first_token_at = now
+            self._first_token_at = trio.current_time()
         if output.finish_reason is not None:
-            self._ended_at = now
+            self._ended_at = trio.current_time()
         self._mailbox.put_nowait(output)
-
-    def _scan(self, output: EngineOutput) -> EngineOutput:
-        """Look for stop strings; a tokenizer that fails here fails its own request alone."""
-        try:
-            self._unread_text += self._transcribe(output)
-        except Exception as error:  # noqa: BLE001 - the reader's to handle
-            self._unreadable = True
-            self._flights.spoil(self)
-            return evolve(output, finish_reason=FinishReason.ERROR, error=output.error or error)
-        if self._transcript.stopped and output.error is None:
-            self._flights.finish(self)
-            return evolve(output, finish_reason=FinishReason.STOP)
-        return output
 
     def completion(self) -> Completion:
         """The whole request in one object, once it has finished.

@@ -24,7 +24,7 @@ class ByteDecoder:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the characters that are complete now; ids above 255 have no text."""
-        return self._utf8.decode(bytes(t for t in token_ids if t < EOS_TOKEN_ID))
+        return self._utf8.decode(bytes([t for t in token_ids if t < EOS_TOKEN_ID]))
 
     def finish(self) -> str:
         """Return a replacement character for half a character left over, else nothing."""

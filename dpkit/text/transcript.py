@@ -34,25 +34,36 @@ class Transcript:
         prefix: str = "",
     ) -> None:
         self._decoder = decoder
-        self._scanner = StopScanner(stop)
+        self._scanner = StopScanner(stop) if stop else None
         self._blind_tokens = min_tokens if stop else 0
         self._prefix = prefix
 
     @property
     def stopped(self) -> bool:
         """A stop string was found; the text is complete."""
-        return self._scanner.stopped
+        return self._scanner is not None and self._scanner.stopped
 
     def feed(self, token_ids: Sequence[int], *, last: bool = False) -> str:
         """Return the text that these tokens make certain; with `last`, all that is left."""
-        text, self._prefix = self._prefix, ""
+        if self._scanner is None:
+            text = self._decoder.feed(token_ids)
+            if last:
+                text += self._decoder.finish()
+        else:
+            text = self._scan(self._scanner, token_ids, last=last)
+        if self._prefix:
+            text, self._prefix = self._prefix + text, ""
+        return text
+
+    def _scan(self, scanner: StopScanner, token_ids: Sequence[int], *, last: bool) -> str:
+        text = ""
         if self._blind_tokens:
             blind, token_ids = token_ids[: self._blind_tokens], token_ids[self._blind_tokens :]
             self._blind_tokens -= len(blind)
-            text += self._scanner.feed(self._decoder.feed(blind), may_stop=False)
-        text += self._scanner.feed(self._decoder.feed(token_ids))
+            text += scanner.feed(self._decoder.feed(blind), may_stop=False)
+        text += scanner.feed(self._decoder.feed(token_ids))
         if last:
             # Half a character that never became one is text, too late to be part of a stop string.
-            text += self._scanner.feed(self._decoder.finish(), may_stop=False)
-            text += self._scanner.finish()
+            text += scanner.feed(self._decoder.finish(), may_stop=False)
+            text += scanner.finish()
         return text

@@ -23,6 +23,7 @@ SWEEP = f"{NURSERY}/test_cancel_sweep.py"
 FAIL_SWEEP = f"{NURSERY}/test_fail_sweep.py"
 FAULTS = f"{NURSERY}/test_fault_table.py"
 ENDS = f"{NURSERY}/test_request_ends.py"
+SUBMISSIONS = f"{NURSERY}/test_submission.py"
 
 
 class Plant(NamedTuple):
@@ -95,8 +96,8 @@ PLANTS = {
         "P3",
         "a request that is placed anew stays charged to the engine that was lost",
         "dpkit/nursery/flights.py",
-        "        self._leave_engine(flight)\n        flight.retries_left -= 1\n",
-        "        flight.retries_left -= 1\n",
+        "        self._leave_engine(flight)\n        flight.go_elsewhere(",
+        "        flight.go_elsewhere(",
         f"{ENDS}::test_a_retried_request_goes_before_those_that_wait",
     ),
     "unshielded_services": Plant(
@@ -125,17 +126,12 @@ PLANTS = {
         "        self.causes[cause] += 1\n        if cause is Cause.CLIENT:\n            return\n",
         f"{ENDS}::test_every_end_is_told_once_and_alike_by_reader_events_and_statistics",
     ),
-    "two_terminal_events": Plant(
+    "wrong_terminal_event": Plant(
         "P1",
-        "what ends by a stop string in its last token is told by two causes",
+        "what ends by a stop string in its last token is told by what its engine said",
         "dpkit/nursery/flights.py",
-        "        flight.stream.deliver(output)  # which may find a stop string and so end it by "
-        "itself\n"
-        "        if output.finish_reason is not None and self._is_under_way(flight):\n"
-        "            self._conclude(flight, output.finish_reason, cause_of(output))\n",
-        "        if output.finish_reason is not None and self._is_under_way(flight):\n"
-        "            self._conclude(flight, output.finish_reason, cause_of(output))\n"
-        "        flight.stream.deliver(output)\n",
+        "cause_of(output, seen)",
+        "cause_of(output, output)",
         f"{ENDS}::test_what_ends_by_a_stop_string_in_its_last_token_has_one_cause",
     ),
     "old_step_reaches_new_request": Plant(
@@ -185,6 +181,40 @@ PLANTS = {
         "        if isinstance(error, InternalError):",
         "        if isinstance(error, Exception):",
         f"{FAULTS}::test_row_1_an_engine_that_fails_at_any_step_loses_nothing_that_can_be_saved",
+    ),
+    "sink_fails_its_engine": Plant(
+        "P5",
+        "a sink that raises takes the engine with it that served it",
+        "dpkit/nursery/submission.py",
+        "        except BaseException as error:",
+        "        except ZeroDivisionError as error:",
+        f"{SUBMISSIONS}::test_a_sink_that_raises_at_any_call_ends_its_own_request_alone",
+    ),
+    "sink_called_after_close": Plant(
+        "P1",
+        "a sink is called though its submission was closed",
+        "dpkit/nursery/submission.py",
+        "        self._sink = None\n        self._flights.end(self)\n",
+        "        self._flights.end(self)\n",
+        f"{SUBMISSIONS}::test_who_is_told_because_another_ends_may_close_that_other",
+    ),
+    "sink_told_before_the_books": Plant(
+        "P3",
+        "who hears that its request has ended still finds it charged",
+        "dpkit/nursery/flights.py",
+        "            self._conclude(flight, seen.finish_reason, cause_of(output, seen))\n"
+        "        flight.receiver.deliver(seen)\n",
+        "            flight.receiver.deliver(seen)\n"
+        "            self._conclude(flight, seen.finish_reason, cause_of(output, seen))\n",
+        f"{SUBMISSIONS}::test_the_last_call_finds_the_place_of_its_request_free",
+    ),
+    "submission_forgotten": Plant(
+        "P3",
+        "a submission that is closed is computed to its end",
+        "dpkit/nursery/submission.py",
+        "        self._sink = None\n        self._flights.end(self)\n",
+        "        self._sink = None\n",
+        f"{NURSERY}/test_submission_sweeps.py",
     ),
     "probe_never_ends": Plant(
         "P5",
