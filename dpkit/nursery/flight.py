@@ -24,7 +24,7 @@ from dpkit.names import Cause, FinishReason
 if TYPE_CHECKING:
     from dpkit.balancer.admission import Ticket
     from dpkit.balancer.dispatch import Placement
-    from dpkit.errors import DpkitError
+    from dpkit.errors import DpkitError, EngineLost
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
     from dpkit.nursery.stream import OutputStream
 
@@ -42,6 +42,8 @@ class Limits:
     queue_timeout: float = 60.0
     retries: int = 1
     """Placements after a loss; each needs that nothing was delivered, or `resume`."""
+    retry_budget: float = 0.2
+    """Share of all requests that may be such placements, when losses add up."""
     resume: bool = False
 
 
@@ -135,6 +137,14 @@ def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
     return ClusterClosed(
         f"request {request_id}: the cluster is closed; make requests inside its `async with` block",
         request_id=request_id,
+    )
+
+
+def not_retried(error: EngineLost) -> str:
+    """What a request hears that was lost with its engine, and could not be placed again."""
+    return (
+        f"{error}; it is not placed again, since too many requests are, after earlier losses "
+        "(admission.retry_budget); try again later"
     )
 
 

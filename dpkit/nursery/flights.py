@@ -17,10 +17,11 @@ import trio
 
 from dpkit.balancer.admission import AdmissionQueue
 from dpkit.balancer.deadlines import Deadlines
+from dpkit.balancer.retries import RetryBudget
 from dpkit.errors import ClusterClosed, EngineLost
 from dpkit.names import Cause, FinishReason
 from dpkit.nursery.events import EventKind
-from dpkit.nursery.flight import Flight, cause_of, refusal, too_late, waited_too_long
+from dpkit.nursery.flight import Flight, cause_of, not_retried, refusal, too_late, waited_too_long
 from dpkit.nursery.inbox import duplicate
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Flights:
         self.placed = 0
         """Requests on engines, now."""
         self.started = self.retried = self.resumed = self.late_outputs = 0
+        self.retries = RetryBudget()
         self._dispatch = dispatch
         self._limits = limits
         self._membership = membership
@@ -175,7 +177,7 @@ class Flights:
         if output.token_ids and not flight.answered:
             flight.answered = True
             self._membership.on_success(engine)
-        if isinstance(output.error, EngineLost) and self._try_elsewhere(flight):
+        if isinstance(output.error, EngineLost) and self._try_elsewhere(flight, output.error):
             return
         flight.delivered += output.token_ids
         flight.stream.deliver(output)  # which may find a stop string and so end it by itself
@@ -310,17 +312,17 @@ class Flights:
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a link raises
             if flight.placement is not placement:
                 return  # it was answered all the same, or has gone elsewhere already
-            if isinstance(error, EngineLost) and self._try_elsewhere(flight):
+            if isinstance(error, EngineLost) and self._try_elsewhere(flight, error):
                 return
             cause = Cause.ENGINE_LOST if isinstance(error, EngineLost) else Cause.REFUSED
             self._fail(flight, FinishReason.ERROR, cause, error)
 
-    def _try_elsewhere(self, flight: Flight) -> bool:
+    def _try_elsewhere(self, flight: Flight, error: EngineLost) -> bool:
         """Place a request of a lost engine anew, if it may be; that engine is no candidate now."""
         request, resume = flight.request, flight.request.resume or self._limits.resume
         if not flight.retries_left or request.engine is not None or self._refusal is ClusterClosed:
             return False
-        if flight.delivered and not resume:
+        if (flight.delivered and not resume) or not self._take_budget(flight, error):
             return False
         self._leave_engine(flight)
         flight.retries_left -= 1
@@ -337,6 +339,15 @@ class Flights:
         self.fill()
         self._set_alarm(flight)
         return True
+
+    def _take_budget(self, flight: Flight, error: EngineLost) -> bool:
+        engine, share = flight.stream.engine, self._limits.retry_budget
+        if self.retries.take(engine, trio.current_time(), share=share, requests=len(self)):
+            return True
+        error.args = (not_retried(error),)  # the error was made for this request alone
+        request_id = flight.request.request_id
+        self._events.emit(EventKind.RETRY_REFUSED, engine=engine, request_id=request_id)
+        return False
 
     # Ends.
 
@@ -375,6 +386,7 @@ class Flights:
         self._leave_queue(flight)
         del self._flights[flight.request.request_id]
         self._deadlines.discard(flight.request.request_id)
+        self.retries.ended(trio.current_time())
         self.causes[cause] += 1
         self._events.emit(
             EventKind.REQUEST_ENDED,
