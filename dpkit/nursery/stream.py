@@ -135,6 +135,7 @@ class OutputStream:
             ClusterClosed, Draining: the cluster was left, or its time to finish was over.
             ClosedResourceError: the stream was closed, by this task or another.
             BusyResourceError: another task is reading it.
+            What the model's tokenizer raises when it cannot read the tokens; the request ends.
             What a request failed with is raised again by every later call.
         """
         if self.placement is None:
@@ -145,10 +146,10 @@ class OutputStream:
             raise StopAsyncIteration
         received = await self._mailbox.take()
         self.finish_reason = received.finish_reason  # first: what cannot be read has ended as well
-        text = self._take_text(received)
         self.token_ids.extend(received.token_ids)
         self.logprobs.extend(received.logprobs)
         self.prompt_logprobs.extend(received.prompt_logprobs)
+        text = self._take_text(received)
         self.text += text
         if received.error is not None:
             self._read_failure = received.error
@@ -168,10 +169,18 @@ class OutputStream:
         return self.completion()
 
     def _take_text(self, received: EngineOutput) -> str:
-        if not self.request.sampling.stop:
+        if self.request.sampling.stop:
+            text, self._unread_text = self._unread_text, ""
+            return text
+        try:
             return self._transcribe(received)
-        text, self._unread_text = self._unread_text, ""
-        return text
+        except Exception as error:  # the tokenizer's own: the reader's to handle
+            if received.error is not None:
+                return ""
+            self.finish_reason = self.finish_reason or FinishReason.ERROR
+            self._read_failure = error
+            self._flights.spoil(self)
+            raise
 
     def _transcribe(self, output: EngineOutput) -> str:
         return self._transcript.feed(output.token_ids, last=output.finish_reason is not None)
