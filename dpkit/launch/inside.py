@@ -99,12 +99,14 @@ def freeze() -> None:
     """Keep the garbage collector away from what there is now, so that forks go on sharing it."""
     gc.collect()
     gc.freeze()
-    if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
-        print(  # noqa: T201 - the head logs it
-            f"preparing left {threads - 1} threads behind, which workers will not have: "
-            "what such a thread was holding is held in them for ever",
-            file=sys.stderr,
-        )
+    with suppress(OSError):  # no /proc, or no descriptor for it
+        threads = [entry.name for entry in Path("/proc/self/task").iterdir()]
+        if len(threads) > 1:
+            print(  # noqa: T201 - the head logs it
+                f"preparing left {len(threads) - 1} thread(s) behind, which workers will not have: "
+                "what such a thread was holding is held in them for ever",
+                file=sys.stderr,
+            )
 
 
 def _offer_to_the_oom_killer() -> None:

@@ -81,7 +81,7 @@ class Tether:
     @property
     def ready(self) -> bool:
         """Whether it is prepared; two processes tell us, in either order."""
-        return self._said_ready and self.pid > 0
+        return self._said_ready and len(self._pidfds) == _PIDFDS
 
     @property
     def lines(self) -> Iterable[str]:
@@ -112,7 +112,8 @@ class Tether:
         if self._failed is not None and (error := _typed(self._failed)) is not None:
             return error
         what = "did not become ready" if self._failed is None else self._failed.text
-        end = "" if self.status is None else f"; it {self.status}"
+        known = self.status is not None and (self.pid > 0 or self.keeper is not None)
+        end = f"; it {self.status}" if known else ""
         words = "\n  ".join(("; its last words:", *self.lines)) if self.lines else ""
         return LaunchFailed(f"{self.name}: {what}{end}{words}")
 
@@ -157,6 +158,8 @@ class Tether:
             match answer:
                 case Born():
                     self.pid = answer.pid
+                    if len(self._pidfds) < _PIDFDS:  # the kernel dropped them
+                        self._failed = Failed(["LaunchFailed"], "no descriptors are left for it")
                 case Ready():
                     self._said_ready = True
                 case Failed():
@@ -166,8 +169,8 @@ class Tether:
             if self.ready or self._failed is not None:
                 self._settled.set()
         await self._reap()
-        if self.status is None:  # the keeper was killed, and its children with it
-            self._end(ExitStatus(-signal.SIGKILL))
+        if self.status is None:
+            self._end(self._status_untold())
         self._output.drain()  # what its children had to say
         self.gone.set()
 
@@ -189,6 +192,12 @@ class Tether:
         self.status = status
         self._settled.set()
         self._ended.set()
+
+    def _status_untold(self) -> ExitStatus:
+        """How it ended when the keeper did not say: never begun, or killed with its keeper."""
+        if self.pid == 0 and self.keeper is not None and self.keeper.returncode is not None:
+            return ExitStatus(self.keeper.returncode)
+        return ExitStatus(-signal.SIGKILL)
 
     async def _hear(self) -> Answer | None:
         while True:

@@ -65,7 +65,12 @@ def _fork_workers(lifeline: int, requests: socket.socket, state: Any) -> None:
         data, descriptors, _, _ = socket.recv_fds(requests, LIMIT, HANDED_OVER, flags)
         if not data:
             return
-        _fork(data, descriptors, state, requests)
+        if len(descriptors) == HANDED_OVER:
+            _fork(data, descriptors, state, requests)
+            continue
+        print("the zygote has no descriptors left for a worker", file=sys.stderr)  # noqa: T201
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _fork(data: bytes, descriptors: Sequence[int], state: Any, requests: socket.socket) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId
     from dpkit.wire.handshake import EngineConnection
+    from dpkit.wire.zsocket import ZSocket
 
 _log = logging.getLogger(__name__)
 
@@ -173,17 +174,18 @@ class _Life:
     async def _welcome(self) -> None:
         """Once the loop is ready, have the frontends and the coordinator know, and hear them."""
         await self._loop.ready.wait()
-        coordinator, outputs = self._connection.coordinator_out, self._connection.outputs
-        self._frontends.connect(
-            [each.send_nowait for each in outputs],
-            None if coordinator is None else coordinator.send_nowait,
-        )
-        await self._connection.announce(self._ready)
-        for index in range(len(outputs)):
+        connection = self._connection
+        self._frontends.connect([each.send_nowait for each in connection.outputs])
+        if connection.coordinator_out is not None:
+            self._frontends.coordinator = connection.coordinator_out.send_nowait
+        await connection.announce(self._ready)
+        for index in range(len(connection.inputs)):
             self._start(self._hear, f"frontend {index} of", index)
             self._start(self._watch, f"connection of frontend {index} of", index)
-        if self._connection.coordinator_in is not None:
-            self._start(self._hear_coordinator, "coordinator of")
+        there, back = connection.coordinator_in, connection.coordinator_out
+        if there is not None and back is not None:
+            self._start(self._hear_coordinator, "coordinator of", there)
+            self._start(self._watch_coordinator, "connection of coordinator of", there, back)
 
     async def _hear(self, index: int) -> None:
         """Take in what a frontend says, until it says what cannot be understood."""
@@ -220,15 +222,29 @@ class _Life:
         with suppress(trio.ClosedResourceError):  # expelled
             await socket.watch_peers(on_connect=connect, on_drop=drop)
 
-    async def _hear_coordinator(self) -> None:
+    async def _hear_coordinator(self, socket: ZSocket) -> None:
         """Take what the coordinator says out of the way: READY once more, and waves.
 
         Waves are for engines that step together; those of a dense model need not.
         """
-        socket = self._connection.coordinator_in
-        assert socket is not None  # noqa: S101 - else this was not started
         try:
             await socket.pump(decode_from_coordinator)
         except WireError as error:
             _log.warning("engine %s does not hear the coordinator: %s", self._name, error)
+            self._frontends.coordinator = None
             socket.close()
+
+    async def _watch_coordinator(self, socket: ZSocket, back: ZSocket) -> None:
+        """Keep nothing for a coordinator that has gone; tell one that comes back all at once."""
+
+        def drop(_: object) -> None:
+            _log.warning("engine %s: the coordinator has gone", self._name)
+            self._frontends.coordinator = None
+
+        def connect(_: object) -> None:
+            if self._frontends.coordinator is None:
+                self._frontends.coordinator = back.send_nowait
+                self._frontends.tell_coordinator()
+
+        with suppress(trio.ClosedResourceError):  # it could not be understood
+            await socket.watch_peers(on_connect=connect, on_drop=drop)

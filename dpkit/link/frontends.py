@@ -53,7 +53,8 @@ class Frontends:
         self._rank = rank
         self._inbox = inbox
         self._ports: list[Port] = []
-        self._coordinator: Send | None = None
+        self.coordinator: Send | None = None
+        """How the coordinator is told of counts; None while there is none."""
         self._leaving: dict[str, Port] = {}  # aborted, and the engine has still to hear of it
         self._counts_changed = False
         self._is_stopping = False
@@ -68,10 +69,9 @@ class Frontends:
         self._loop = loop
         self._control = Control(loop, end_all=self._end_all, is_idle=self._is_idle)
 
-    def connect(self, ports: Iterable[Send], coordinator: Send | None = None) -> None:
-        """Say how frontends are told, in the order of their indices, and the coordinator."""
+    def connect(self, ports: Iterable[Send]) -> None:
+        """Say how frontends are told, in the order of their indices."""
         self._ports = [Port(index, self._rank, send) for index, send in enumerate(ports)]
-        self._coordinator = coordinator
 
     @property
     def is_deserted(self) -> bool:
@@ -160,11 +160,16 @@ class Frontends:
         stats = self._stats()
         for port in told:
             port.flush(stats)
-        if even_numbers and self._coordinator is not None:
-            numbers = Envelope(self._rank, scheduler_stats=stats, timestamp=time.monotonic())
-            self._coordinator(encode_envelope(numbers))
         if even_numbers:
             self._counts_changed = False
+            self.tell_coordinator(stats)
+
+    def tell_coordinator(self, stats: SchedulerStats | None = None) -> None:
+        """Tell the coordinator the counts, if there is one; None: those of now."""
+        if self.coordinator is not None:
+            stats = self._stats() if stats is None else stats
+            numbers = Envelope(self._rank, scheduler_stats=stats, timestamp=time.monotonic())
+            self.coordinator(encode_envelope(numbers))
 
     def _stats(self) -> SchedulerStats:
         loop, core = self._loop, self._loop.statistics()

@@ -200,6 +200,7 @@ class Builder:
             max_queued=admission.max_queued,
             queue_timeout=admission.queue_timeout,
             retries=admission.retries,
+            retry_budget=admission.retry_budget,
             resume=admission.resume,
         )
 

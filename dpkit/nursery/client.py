@@ -36,12 +36,12 @@ _LEFT = (Cause.CLIENT, Cause.DRAIN, Cause.SHUTDOWN)
 
 @frozen(kw_only=True)
 class ClientStatistics:
-    """Counts since the client was made, but for `inflight` and `queued`, which are now."""
+    """Counts since the client was made, but for those that say that they are of now."""
 
     inflight: Mapping[EngineId, int]
-    """Unfinished requests of this client on each engine."""
+    """Unfinished requests of this client on each engine, now."""
     queued: int
-    """Requests that wait for a place."""
+    """Requests that wait for a place, now."""
     requests: tuple[RequestStatistics, ...]
     """Each of those, oldest first."""
     admission: AdmissionStatistics
@@ -54,6 +54,8 @@ class ClientStatistics:
     """Placed anew after their engine was lost before it had delivered anything."""
     resumed: int
     """Continued on another engine, after their tokens so far."""
+    retries_refused: int
+    """Not placed anew for want of ``admission.retry_budget``: lost with their engine."""
     late_outputs: int
     """Outputs that arrived after the release, or from another life of an engine; dropped."""
     sinks_failed: int
@@ -198,6 +200,7 @@ class Client:
             causes=dict(flights.causes),
             retried=flights.retried,
             resumed=flights.resumed,
+            retries_refused=flights.retries.refused,
             late_outputs=flights.late_outputs,
             sinks_failed=flights.sinks_failed,
         )

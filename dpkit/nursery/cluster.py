@@ -238,7 +238,7 @@ class Cluster:
                 self._roster.dismiss(change.arriving)
                 raise
             change.commit(self._roster)
-            self.events.emit(EventKind.RELOADED, detail=str(plan))
+            self.events.emit(EventKind.RELOADED, detail=plan.in_a_line)
             await self._roster.take_down(change.leaving, deadline)
             self._launchers.keep(config.engines)
             return plan

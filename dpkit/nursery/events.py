@@ -36,6 +36,7 @@ class EventKind(enum.StrEnum):
     COORDINATOR_LOST = "coordinator_lost"
     REQUEST_RETRIED = "request_retried"
     REQUEST_RESUMED = "request_resumed"
+    RETRY_REFUSED = "retry_refused"
     REQUEST_ENDED = "request_ended"
     SINK_FAILED = "sink_failed"
     DRAINING = "draining"
@@ -47,6 +48,7 @@ _LEVELS = {
     EventKind.ENGINE_STUCK: logging.ERROR,
     EventKind.REQUEST_RETRIED: logging.DEBUG,
     EventKind.REQUEST_RESUMED: logging.DEBUG,
+    EventKind.RETRY_REFUSED: logging.DEBUG,
     EventKind.REQUEST_ENDED: logging.DEBUG,
     EventKind.SINK_FAILED: logging.DEBUG,  # logged by who called it, with its traceback
 }

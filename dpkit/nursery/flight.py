@@ -24,7 +24,7 @@ from dpkit.names import Cause, FinishReason
 if TYPE_CHECKING:
     from dpkit.balancer.admission import Ticket
     from dpkit.balancer.dispatch import Placement
-    from dpkit.errors import DpkitError
+    from dpkit.errors import DpkitError, EngineLost
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
 
 _DRAIN_RETRY_S = 5.0
@@ -65,6 +65,8 @@ class Limits:
     queue_timeout: float = 60.0
     retries: int = 1
     """Placements after a loss; each needs that nothing was delivered, or `resume`."""
+    retry_budget: float = 0.2
+    """Share of all requests that may be such placements, when losses add up."""
     resume: bool = False
 
 
@@ -174,7 +176,27 @@ def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
     )
 
 
-def too_late(flight: Flight) -> DeadlineExceeded:
+def not_retried(error: EngineLost) -> str:
+    """What a request hears that was lost with its engine, and could not be placed again."""
+    return (
+        f"{error}; it is not placed again, since too many requests are, after earlier losses "
+        "(admission.retry_budget); try again later"
+    )
+
+
+def lateness(
+    flight: Flight, now: float, limits: Limits, retry_after: float
+) -> tuple[Cause, DpkitError] | None:
+    """Why a request ends for the time it has taken; None: it has time left."""
+    request = flight.request
+    if request.deadline is not None and now >= request.deadline:
+        return Cause.DEADLINE, _too_late(flight)
+    if flight.placement is None and now >= flight.times_out_at:
+        return Cause.OVERLOADED, _waited_too_long(flight, limits, retry_after)
+    return None
+
+
+def _too_late(flight: Flight) -> DeadlineExceeded:
     """What a request hears whose deadline has passed."""
     request_id = flight.request.request_id
     return DeadlineExceeded(
@@ -184,7 +206,7 @@ def too_late(flight: Flight) -> DeadlineExceeded:
     )
 
 
-def waited_too_long(flight: Flight, limits: Limits, retry_after: float) -> Overloaded:
+def _waited_too_long(flight: Flight, limits: Limits, retry_after: float) -> Overloaded:
     """What a request hears that found no place in time."""
     request_id = flight.request.request_id
     return Overloaded(

@@ -9,22 +9,22 @@ and nothing of prompts or text.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import trio
 
 from dpkit.balancer.admission import AdmissionQueue
-from dpkit.balancer.deadlines import Deadlines
+from dpkit.balancer.retries import RetryBudget
 from dpkit.errors import ClusterClosed, EngineLost, describe
 from dpkit.names import Cause, FinishReason
+from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
-from dpkit.nursery.flight import Flight, cause_of, refusal, too_late, waited_too_long
+from dpkit.nursery.flight import Flight, cause_of, lateness, not_retried, refusal
 from dpkit.nursery.inbox import duplicate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dpkit.abc import EngineLink, Policy
     from dpkit.balancer.admission import AdmissionStatistics
@@ -42,18 +42,14 @@ class Flights:
     """The table of one client's requests; all methods are for Trio's thread, none waits."""
 
     def __init__(
-        self,
-        dispatch: EarlyDispatch,
-        *,
-        limits: Limits,
-        membership: Membership,
-        events: EventLog,
+        self, dispatch: EarlyDispatch, *, limits: Limits, membership: Membership, events: EventLog
     ) -> None:
         self.causes: Counter[Cause] = Counter()
         """Requests ended, by cause; each is counted once."""
         self.placed = 0
         """Requests on engines, now."""
         self.started = self.retried = self.resumed = self.late_outputs = self.sinks_failed = 0
+        self.retries = RetryBudget()
         self._dispatch = dispatch
         self._limits = limits
         self._membership = membership
@@ -62,10 +58,9 @@ class Flights:
         self._flights: dict[str, Flight] = {}
         self._queue = AdmissionQueue(limits.max_queued, patience=limits.queue_timeout)
         self._away: dict[str, dict[str, Flight]] = {}  # pinned to engines that are not here now
-        self._deadlines = Deadlines()
+        self._alarms = Alarms()
         self._refusal: type[DpkitError] | None = None
         self._filling = False
-        self._timer = trio.lowlevel.ParkingLot()
         self._idle = trio.lowlevel.ParkingLot()
 
     def __len__(self) -> int:
@@ -192,17 +187,25 @@ class Flights:
     @trio.lowlevel.enable_ki_protection
     def end(self, receiver: Receiver) -> None:
         """Withdraw or abort a request that is unfinished: nobody wants it any more. Idempotent."""
+        self._leave(receiver, FinishReason.ABORT, Cause.CLIENT)
+
+    @trio.lowlevel.enable_ki_protection
+    def spoil(self, receiver: Receiver) -> None:
+        """End a request whose tokens cannot be turned into text. Idempotent."""
+        self._leave(receiver, FinishReason.ERROR, Cause.REFUSED)
+
+    def _leave(self, receiver: Receiver, reason: FinishReason, cause: Cause) -> None:
         flight = self._flights.get(receiver.request.request_id)
         if flight is not None and flight.receiver is receiver:
-            self._stop(flight, FinishReason.ABORT, Cause.CLIENT)
+            self._stop(flight, reason, cause)
             self.fill()
 
     @trio.lowlevel.enable_ki_protection
     def disown(self, receiver: Receiver, error: BaseException) -> None:
         """Take note that a receiver failed at its own work, and end its request. Idempotent."""
         self.sinks_failed += 1
-        request_id = receiver.request.request_id
-        self._events.emit(EventKind.SINK_FAILED, request_id=request_id, detail=describe(error))
+        name, what = receiver.request.request_id, describe(error)
+        self._events.emit(EventKind.SINK_FAILED, request_id=name, detail=what)
         self.end(receiver)
 
     # The end of many at once.
@@ -229,34 +232,24 @@ class Flights:
 
     async def keep_time(self) -> None:
         """End requests at their deadlines and queue time-outs; a service task, until cancelled."""
-        while True:
-            alarm = self._deadlines.next()
-            with trio.move_on_at(math.inf if alarm is None else alarm):
-                await self._timer.park()
-            now = trio.current_time()
-            for request_id in self._deadlines.expired(now):
-                # The end of one makes room for others, which may turn out to be late as well.
-                if (flight := self._flights.get(request_id)) is not None:
-                    self._expire(flight, now)
-            self.fill()
+        await self._alarms.keep(self._on_time)
+
+    def _on_time(self, request_ids: Sequence[str]) -> None:
+        now = trio.current_time()
+        for request_id in request_ids:
+            # The end of one makes room for others, which may turn out to be late as well.
+            if (flight := self._flights.get(request_id)) is not None:
+                self._expire(flight, now)
+        self.fill()
 
     def _expire(self, flight: Flight, now: float) -> None:
-        request = flight.request
-        if request.deadline is not None and now >= request.deadline:
-            self._fail(flight, FinishReason.ERROR, Cause.DEADLINE, too_late(flight))
-        elif flight.placement is None and now >= flight.times_out_at:
-            error = waited_too_long(flight, self._limits, self._queue.retry_after(now))
-            self._fail(flight, FinishReason.ERROR, Cause.OVERLOADED, error)
+        if (late := lateness(flight, now, self._limits, self._queue.retry_after(now))) is not None:
+            self._fail(flight, FinishReason.ERROR, *late)
 
     def _set_alarm(self, flight: Flight) -> None:
         """Have `keep_time` look at a request at the moment that is next for it, if there is one."""
-        request_id, alarm = flight.request.request_id, flight.alarm
-        if not self._is_under_way(flight) or alarm == math.inf:
-            return
-        earliest = self._deadlines.next()
-        self._deadlines.add(alarm, request_id)
-        if earliest is None or alarm < earliest:
-            self._timer.unpark()
+        if self._is_under_way(flight):
+            self._alarms.set(flight.alarm, flight.request.request_id)
 
     # Places.
 
@@ -303,17 +296,15 @@ class Flights:
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
             return
-        request_id = flight.request.request_id
+        request_id, engine = flight.request.request_id, placement.engine
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug(
-                "request %s goes to %s by %s", request_id, placement.engine, placement.reason
-            )
+            _log.debug("request %s goes to %s by %s", request_id, engine, placement.reason)
         flight.placement, flight.answered = placement, False
         self.placed += 1
-        self._deadlines.discard(request_id)
+        self._alarms.discard(request_id)
         self._set_alarm(flight)
         flight.receiver.on_placed(placement)
-        self._membership.on_placed(placement.engine)
+        self._membership.on_placed(engine)
         self._submit(flight, placement)
 
     def _submit(self, flight: Flight, placement: Placement) -> None:
@@ -332,18 +323,29 @@ class Flights:
         """Place a request of a lost engine anew, if it may be; that engine is no candidate now."""
         if not isinstance(error, EngineLost) or self._refusal is ClusterClosed:
             return False
-        if not flight.may_go_elsewhere(resume=self._limits.resume):
+        resume = self._limits.resume
+        if not (flight.may_go_elsewhere(resume=resume) and self._take_budget(flight, error)):
             return False
         self._leave_engine(flight)
         flight.go_elsewhere(trio.current_time() + self._limits.queue_timeout)
         kind = EventKind.REQUEST_RESUMED if flight.delivered else EventKind.REQUEST_RETRIED
-        self.resumed += kind is EventKind.REQUEST_RESUMED
-        self.retried += kind is EventKind.REQUEST_RETRIED
+        self.resumed += bool(flight.delivered)
+        self.retried += not flight.delivered
         self._events.emit(kind, request_id=flight.request.request_id)
         self._enqueue(flight, front=True)
         self.fill()
         self._set_alarm(flight)
         return True
+
+    def _take_budget(self, flight: Flight, error: EngineLost) -> bool:
+        assert flight.placement is not None  # noqa: S101 - or no engine could have been lost
+        engine, share = flight.placement.engine, self._limits.retry_budget
+        if self.retries.take(engine, trio.current_time(), share=share, requests=len(self)):
+            return True
+        error.args = (not_retried(error),)  # the error was made for this request alone
+        name = flight.request.request_id
+        self._events.emit(EventKind.RETRY_REFUSED, engine=engine, request_id=name)
+        return False
 
     # Ends.
 
@@ -383,7 +385,8 @@ class Flights:
         self._leave_engine(flight)
         self._leave_queue(flight)
         del self._flights[request_id]
-        self._deadlines.discard(request_id)
+        self._alarms.discard(request_id)
+        self.retries.ended(trio.current_time())
         self.causes[cause] += 1
         ended = EventKind.REQUEST_ENDED
         self._events.emit(ended, request_id=request_id, engine=engine, reason=reason, cause=cause)

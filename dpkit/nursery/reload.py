@@ -49,6 +49,11 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(self.changes) or "no change"
 
+    @property
+    def in_a_line(self) -> str:
+        """The same, for a log."""
+        return "; ".join(self.changes) or "no change"
+
 
 def make_plan(old: Config, new: Config) -> Plan:
     """Compare two configs.

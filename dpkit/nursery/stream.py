@@ -14,6 +14,7 @@ import trio
 
 from dpkit.errors import InternalError
 from dpkit.messages import Completion, EngineOutput, Output
+from dpkit.names import FinishReason
 from dpkit.nursery.mailbox import Mailbox
 from dpkit.nursery.scribe import Scribe
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from dpkit.balancer.dispatch import Placement
-    from dpkit.messages import EngineId, FinishReason, GenerateRequest, TokenLogprob
+    from dpkit.messages import EngineId, GenerateRequest, TokenLogprob
     from dpkit.nursery.flights import Flights
     from dpkit.text.transcript import Transcript
 
@@ -141,6 +142,7 @@ class OutputStream:
             ClusterClosed, Draining: the cluster was left, or its time to finish was over.
             ClosedResourceError: the stream was closed, by this task or another.
             BusyResourceError: another task is reading it.
+            What the model's tokenizer raises when it cannot read the tokens; the request ends.
             What a request failed with is raised again by every later call.
         """
         if self.placement is None:
@@ -150,15 +152,14 @@ class OutputStream:
         if self.finish_reason is not None:
             raise StopAsyncIteration
         received = await self._mailbox.take()
-        reason = self.finish_reason = received.finish_reason  # first: the unreadable has ended too
-        text = self._scribe.read(received.token_ids, last=reason is not None)
-        if text:
-            self._texts.append(text)
+        self.finish_reason = received.finish_reason  # first: what cannot be read has ended as well
         self.token_ids += received.token_ids
         if received.logprobs:
             self.logprobs += received.logprobs
         if received.prompt_logprobs:
             self.prompt_logprobs += received.prompt_logprobs
+        if text := self._read(received):
+            self._texts.append(text)
         if received.error is not None:
             self._read_failure = received.error
             raise received.error
@@ -167,7 +168,7 @@ class OutputStream:
             token_ids=received.token_ids,
             logprobs=received.logprobs,
             prompt_logprobs=received.prompt_logprobs,
-            finish_reason=reason,
+            finish_reason=self.finish_reason,
         )
 
     async def read_all(self) -> Completion:
@@ -175,6 +176,17 @@ class OutputStream:
         async for _ in self:
             pass
         return self.completion()
+
+    def _read(self, received: EngineOutput) -> str:
+        try:
+            return self._scribe.read(received.token_ids, last=received.finish_reason is not None)
+        except Exception as error:  # the tokenizer's own: the reader's to handle
+            if received.error is not None:
+                return ""
+            self.finish_reason = self.finish_reason or FinishReason.ERROR
+            self._read_failure = error
+            self._flights.spoil(self)
+            raise
 
     # What `Flights` drives, and users never call.
 

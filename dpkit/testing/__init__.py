@@ -5,7 +5,8 @@
 * What to put in: `faults` (models that fail as planned), `links` (bad lines), `wrapper` (models
   around models).
 * What to check: `history` (one outcome a request, no token lost or invented), `idle` (nothing is
-  held), `leaks` (nothing is left), `conformance` (the contracts of models, policies and links).
+  held), `leaks` (nothing is left), `processes` (who is alive), `conformance` (the contracts of
+  models, policies, links and launchers).
 * Replays of recorded behaviour, as modules to run: `picks`, `coordinator`.
 
 Of the rest of dpkit only `dpkit run --audit` imports this: it asks `idle`.

@@ -21,7 +21,7 @@ from attrs import frozen
 
 from dpkit.balancer.coordinator import CoordinatorRules
 from dpkit.messages import EngineId, EngineStats, Snapshot, StartWave
-from dpkit.testing.replay import Report, located, parse_loads, run_tool
+from dpkit.testing.replay import Report, located, parse_loads, replay_cases, run_tool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -182,18 +182,13 @@ def parse_sent(raw: dict[str, Any]) -> Sent:
 
 def replay(raw_cases: Sequence[Any]) -> Report:
     """Replay all cases, each with fresh rules."""
-    places = [f"cases[{number}]" for number in range(len(raw_cases))]
-    cases = [Case.parse(raw, place) for raw, place in zip(raw_cases, places, strict=True)]
+    return replay_cases(raw_cases, Case.parse, _summary)
+
+
+def _summary(cases: Sequence[Case]) -> str:
     events = sum(len(case.events) for case in cases)
     messages = sum(len(case.sent) for case in cases)
-    return Report(
-        summary=f"coordinator: {len(cases)} cases, {events} events, {messages} messages",
-        differences=[
-            difference
-            for case, place in zip(cases, places, strict=True)
-            for difference in case.differences(place)
-        ],
-    )
+    return f"coordinator: {len(cases)} cases, {events} events, {messages} messages"
 
 
 @click.command()

@@ -199,7 +199,7 @@ class History:
     def _of_entry(self, entry: Entry) -> Iterator[str]:
         if len(entry.outcomes) != 1:
             yield f"P1: {entry.request_id} has the outcomes {entry.outcomes or 'none'}"
-        told = self._runs[entry.request_id]
+        told = self._runs.get(entry.request_id, [])
         runs = [run for run in told if entry.number < run.begun <= entry.until]
         if self._runs and not explains(entry.tokens, 0, runs, resumes=entry.resumes):
             yield f"P2: {entry.request_id} got {entry.tokens}, produced were {runs}"

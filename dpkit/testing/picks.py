@@ -23,7 +23,7 @@ from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
 from dpkit.messages import EngineId, GenerateRequest, Snapshot
 from dpkit.names import PolicyName
-from dpkit.testing.replay import Report, located, parse_loads, run_tool
+from dpkit.testing.replay import Report, located, parse_loads, replay_cases, run_tool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -130,18 +130,13 @@ def parse_event(raw: dict[str, Any], engines: Sequence[EngineId]) -> Pick | Fini
 
 def replay(raw_cases: Sequence[Any]) -> Report:
     """Replay all cases, each with a fresh client."""
-    places = [f"cases[{number}]" for number in range(len(raw_cases))]
-    cases = [Case.parse(raw, place) for raw, place in zip(raw_cases, places, strict=True)]
+    return replay_cases(raw_cases, Case.parse, _summary)
+
+
+def _summary(cases: Sequence[Case]) -> str:
     events = [event for case in cases for event in case.events]
     picks = sum(isinstance(event, Pick) for event in events)
-    return Report(
-        summary=f"picks: {len(cases)} cases, {len(events)} events, {picks} picks",
-        differences=[
-            difference
-            for case, place in zip(cases, places, strict=True)
-            for difference in case.differences(place)
-        ],
-    )
+    return f"picks: {len(cases)} cases, {len(events)} events, {picks} picks"
 
 
 @click.command()

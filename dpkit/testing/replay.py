@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 from attrs import frozen
@@ -40,6 +40,17 @@ class Report:
 
     differences: Sequence[str]
     """Every place where the replay and the file disagree; empty is success."""
+
+
+class Case(Protocol):
+    """One case of a file, taken apart."""
+
+    def differences(self, place: str) -> Iterator[str]:
+        """Replay it, telling all that is not the file's."""
+        ...
+
+
+C = TypeVar("C", bound=Case)
 
 
 @contextlib.contextmanager
@@ -76,6 +87,24 @@ def read_cases(path: Path) -> list[Any]:
 def parse_loads(rows: Sequence[Sequence[Any]]) -> tuple[tuple[int, int, float], ...]:
     """Take a snapshot apart: ``[[waiting, running, kv_cache_usage], …]``."""
     return tuple((int(waiting), int(running), float(usage)) for waiting, running, usage in rows)
+
+
+def replay_cases(
+    raw_cases: Sequence[Any],
+    parse: Callable[[Any, str], C],
+    summary: Callable[[Sequence[C]], str],
+) -> Report:
+    """Take all cases apart, then replay them one by one."""
+    places = [f"cases[{number}]" for number in range(len(raw_cases))]
+    cases = [parse(raw, place) for raw, place in zip(raw_cases, places, strict=True)]
+    return Report(
+        summary=summary(cases),
+        differences=[
+            difference
+            for case, place in zip(cases, places, strict=True)
+            for difference in case.differences(place)
+        ],
+    )
 
 
 def run_tool(path: Path, replay: Callable[[Sequence[Any]], Report]) -> None:

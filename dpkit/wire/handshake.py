@@ -52,7 +52,7 @@ class EngineConnection:
     outputs: tuple[ZSocket, ...]
     """PUSHes, one a frontend."""
     coordinator_in: ZSocket | None
-    """An XSUB."""
+    """An XSUB, watched for drops: what is told to a coordinator that has gone waits for ever."""
     coordinator_out: ZSocket | None
     """A PUSH."""
     _owner: ZSocket
@@ -140,7 +140,7 @@ async def open_engine_connection(
             init=init,
             inputs=tuple([await connect(zmq.DEALER, each, watch=True) for each in there.inputs]),
             outputs=tuple([await connect_push(each) for each in there.outputs]),
-            coordinator_in=await connect(zmq.XSUB, source) if source else None,
+            coordinator_in=await connect(zmq.XSUB, source, watch=True) if source else None,
             coordinator_out=await connect_push(sink) if sink else None,
             owner=owner,
             ready=encode_hello("READY", local, headless, parallel_config_hash),

@@ -63,6 +63,7 @@ def source(index: Path) -> FetchSource:
         package="dpkit-tiny",
         version="1.0",
         member=MEMBER,
+        download=len(data),
         size=len(data),
         disk=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
@@ -328,7 +329,7 @@ def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["fetch", "--list"]) == 0
     listed = capsys.readouterr().out
     assert "smollm2-135m  SmolLM2-135M-Instruct" in listed
-    assert "Apache-2.0, 98 MB to fetch, 638 MB on disk" in listed
+    assert "Apache-2.0, 93 MB to fetch, 638 MB on disk" in listed
 
 
 @pytest.mark.parametrize(

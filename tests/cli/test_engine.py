@@ -3,6 +3,8 @@
 Real processes and real sockets: signals, exit codes and last words are theirs.
 """
 
+# ruff: noqa: N802 - the reports' numbers are capitals
+
 from __future__ import annotations
 
 import os
@@ -92,7 +94,7 @@ async def busy(frontend: Frontend) -> None:
     await frontend.counts(running=1, waiting=0)
 
 
-async def test_sigterm_aborts_what_is_under_way_and_is_a_good_end(tmp_path, owner) -> None:
+async def test_F03_sigterm_aborts_what_is_under_way_and_is_a_good_end(tmp_path, owner) -> None:
     async with open_engine(tmp_path, owner, SLOW, "--local") as process:
         (told,) = await owner.welcome()
         assert told.instance_id == "slow-0"
@@ -105,11 +107,12 @@ async def test_sigterm_aborts_what_is_under_way_and_is_a_good_end(tmp_path, owne
         assert await ended(process) == (0, "")
 
 
-async def test_ctrl_c_ends_it_in_order_too(tmp_path, owner) -> None:
+@pytest.mark.parametrize(("signum", "code"), [(INT, 130), (TERM, 0)])
+async def test_F07_an_idle_engine_ends_without_a_word(tmp_path, owner, signum, code) -> None:
     async with open_engine(tmp_path, owner, SLOW) as process:
         await owner.welcome()
-        process.send_signal(INT)
-        assert await ended(process) == (130, "")
+        process.send_signal(signum)
+        assert await ended(process) == (code, "")
 
 
 async def test_a_lifeline_ends_it_when_whoever_held_it_is_gone(tmp_path, owner) -> None:

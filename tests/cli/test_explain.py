@@ -135,6 +135,7 @@ def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explai
         ("engines.0.count=3", "A step of more than 2m counts as a failure; the process is killed."),
         ("admission.retries=0", "Each ends with EngineLost, and what came of it can be read."),
         ("admission.retries=3", "is placed again, up to 3 times; another ends"),
+        ("admission.retry_budget=0.5", "When losses add up, at most 50% of the requests of 10 s"),
         ("admission.resume=true", "Each goes on elsewhere from what it has said, once; then"),
         ("balancer.eject_max_share=0", "has its first token. When all are given up"),
         ("cluster.min_ready=2", "When fewer than 2 are left that are not given up, the cluster"),
@@ -147,6 +148,11 @@ def test_what_happens_on_a_loss_and_at_the_end_is_told_by_the_numbers(
     explain: Explain, flag: str, said: str
 ) -> None:
     assert said in " ".join(explain(EXAMPLE, "--set", flag).split())
+
+
+def test_without_retries_there_is_no_budget_to_tell_of(explain: Explain) -> None:
+    assert "losses add up" in explain(EXAMPLE)
+    assert "losses add up" not in explain(EXAMPLE, "--set", "admission.retries=0")
 
 
 def test_an_engine_on_its_own_is_not_told_of_others(explain: Explain) -> None:

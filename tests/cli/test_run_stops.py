@@ -246,17 +246,18 @@ def test_sighup_reads_the_file_again_and_a_wrong_one_changes_nothing(tmp_path) -
             return read_until(process, f"\n{prompt} [stop]\n\n")
 
         ask("one")
-        path.write_text(ECHO.replace("count", "cuont"))
+        path.write_text(ECHO.replace("count", "cuont").replace("model", "modle"))
         process.send_signal(HUP)
         refused = process.stderr.readline()
         assert "SIGHUP: all stays as it was: " in refused
-        assert "did you mean 'count'?" in refused
+        assert "did you mean 'count'?; " in refused, "one line, however much is wrong"
+        assert "did you mean 'model'?" in refused
         ask("two")
         path.write_text(ECHO.replace('name = "echo"', 'name = "other"'))
         process.send_signal(HUP)
-        changed = process.stderr.readline() + process.stderr.readline()
-        assert "dpkit.toml is in force: engines.echo: 2 engines leave\n" in changed
-        assert "engines.other: 2 engines of echo join" in changed
+        changed = process.stderr.readline()
+        assert "dpkit.toml is in force: engines.echo: 2 engines leave; engines.other: " in changed
+        assert changed.endswith("2 engines of echo join\n")
         assert "[other-" in ask("three")
         process.stdin.close()
         assert process.wait() == 0

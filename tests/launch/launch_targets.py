@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -64,13 +66,40 @@ def die() -> NoReturn:
     raise AssertionError
 
 
-def hang(path: str, *, child: bool = False) -> NoReturn:
+def hang_with_child(path: str) -> NoReturn:
     """Prepare for ever, and have a child in another session."""
-    if child:
-        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True)
     Path(path).touch()
     time.sleep(1000)
     raise AssertionError
+
+
+def forbid_forks(many: int) -> None:
+    """Have the next few forks fail, as where a user may have no more processes."""
+    fork = os.fork
+    left = iter(range(many))
+
+    def refuse_or_fork() -> int:
+        if next(left, None) is not None:
+            raise BlockingIOError(errno.EAGAIN, "there are no processes left")
+        return fork()
+
+    os.fork = refuse_or_fork
+
+
+def hold_descriptors(left: int) -> Any:
+    """Hold all descriptors but few."""
+    limit = os.dup(2) + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    held = []
+    while True:
+        try:
+            held.append(os.dup(2))
+        except OSError:
+            break
+    for _ in range(left):
+        os.close(held.pop())
+    return held
 
 
 def leave_a_thread() -> None:
@@ -85,8 +114,23 @@ def serve(state: Any, path: str | None = None) -> NoReturn:
 
 
 def serve_with_child(_: Any, path: str) -> NoReturn:
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True)
     serve(None, path)
+
+
+def nest(_: Any, path: str, depth: int) -> NoReturn:
+    """Be the first of many generations, each in a session of its own."""
+    if depth == 0:
+        serve(None, path)
+    if os.fork() == 0:
+        os.setsid()
+        nest(None, path, depth - 1)
+    serve(None)
+
+
+def serve_stubbornly(_: Any, path: str) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    serve_with_child(None, path)
 
 
 def say(state: Any, *words: str, **more: str) -> None:
@@ -118,13 +162,13 @@ def report(state: Any) -> None:
 
 
 def watch(_: Any, path: str) -> None:
-    import trio
+    import trio  # noqa: PLC0415 - the others do without
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch_lifeline)
             await trio.sleep(0.01)
-            Path(path).touch()
+            await trio.Path(path).touch()
 
     assert lifeline_fd() > 2
     trio.run(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from dpkit.abc import Launcher, Worker
 
 HERE = "launch_targets"
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(params=["zygote", "spawner"])
@@ -29,20 +31,16 @@ def opener(request: pytest.FixtureRequest) -> Any:
     return {"zygote": open_zygote, "spawner": open_spawner}[request.param]
 
 
-async def wait_for(path: Path) -> None:
-    while not path.exists():
-        await trio.sleep(0.005)
-
-
 @asynccontextmanager
 async def open_family(
     launcher: Launcher, folder: Path, *, grace: float = 5.0
 ) -> AsyncIterator[tuple[Worker, int, set[int]]]:
     """A worker with a child in another session; it, its keeper, and all of them."""
-    path = folder / f"family-{len(list(folder.iterdir()))}"
+    path = folder / f"family-{next(NUMBERS)}"
     args = {"path": str(path)}
     async with launcher.open_worker(f"{HERE}:serve_with_child", args, name="w", grace=grace) as it:
-        await wait_for(path)
+        while not await trio.Path(path).exists():  # noqa: ASYNC110 - by another process
+            await trio.sleep(0.005)
         (keeper,) = {pid for pid in descendants(os.getpid()) if it.pid in _children(pid)}
         family = descendants(keeper)
         assert len(family) == 2
@@ -69,23 +67,23 @@ async def test_a_killed_worker_is_told_by_its_signal_and_leaves_nothing(
         assert not alive(family)
 
 
-async def test_a_stopped_worker_can_be_killed(opener: Any, tmp_path: Path) -> None:
+async def test_a_stopped_worker_can_be_killed(opener: Any, tmp_path: Path, until: Any) -> None:
     async with opener(f"{HERE}:prepare", name="launcher") as launcher:
         async with open_family(launcher, tmp_path, grace=0.05) as (worker, _, family):
             os.kill(worker.pid, signal.SIGSTOP)
-            while ") T " not in Path(f"/proc/{worker.pid}/stat").read_text():
-                await trio.sleep(0.001)
+            await until(lambda: ") T " in Path(f"/proc/{worker.pid}/stat").read_text())
         assert worker.status == -signal.SIGKILL
         assert not alive(family)
 
 
-async def test_killing_takes_its_children_too(opener: Any, tmp_path: Path) -> None:
-    async with opener(f"{HERE}:prepare", name="launcher") as launcher:
-        async with open_family(launcher, tmp_path) as (worker, _, family):
-            worker.kill()
-            assert await worker.wait() == -signal.SIGKILL
-            while alive(family):
-                await trio.sleep(0.005)
+async def test_killing_takes_its_children_too(opener: Any, tmp_path: Path, until: Any) -> None:
+    async with (
+        opener(f"{HERE}:prepare", name="launcher") as launcher,
+        open_family(launcher, tmp_path) as (worker, _, family),
+    ):
+        worker.kill()
+        assert await worker.wait() == -signal.SIGKILL
+        await until(lambda: not alive(family))
 
 
 async def test_a_killed_keeper_takes_its_worker_along(opener: Any, tmp_path: Path) -> None:
@@ -122,7 +120,9 @@ async def test_a_keeper_that_was_stopped_is_killed_when_its_time_is_up(
             os.kill(child, signal.SIGKILL)
 
 
-async def test_a_killed_zygote_takes_its_workers_along_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_killed_zygote_takes_its_workers_along_and_leaves_nothing(
+    tmp_path: Path, until: Any
+) -> None:
     async with open_zygote(f"{HERE}:prepare", name="zygote") as zygote:
         async with (
             open_family(zygote, tmp_path) as (one, _, family),
@@ -131,8 +131,7 @@ async def test_a_killed_zygote_takes_its_workers_along_and_leaves_nothing(tmp_pa
             assert zygote.pid is not None
             os.kill(zygote.pid, signal.SIGKILL)
             assert await one.wait() == await two.wait() == -signal.SIGKILL
-        while alive(family | other):
-            await trio.sleep(0.005)
+        await until(lambda: not alive(family | other))
 
 
 async def test_leaving_has_a_limit_though_the_grace_is_long_and_the_task_is_cancelled(
@@ -152,14 +151,16 @@ async def test_an_error_of_the_block_comes_out_bare_when_all_is_gone(
 ) -> None:
     error = ValueError("of the block")
     with pytest.raises(ValueError, match="of the block") as caught:
-        async with opener(f"{HERE}:prepare", name="launcher") as launcher:
-            async with open_family(launcher, tmp_path) as (_, _, family):
-                raise error
+        async with (
+            opener(f"{HERE}:prepare", name="launcher") as launcher,
+            open_family(launcher, tmp_path) as (_, _, family),
+        ):
+            raise error
     assert caught.value is error
     assert not alive(family)
 
 
-async def test_a_hundred_kills_at_any_moment_leave_nothing(tmp_path: Path) -> None:
+async def test_a_hundred_kills_at_any_moment_leave_nothing(tmp_path: Path, until: Any) -> None:
     async with open_zygote(f"{HERE}:prepare", name="zygote") as zygote:
         before = descendants(os.getpid())
 
@@ -176,5 +177,4 @@ async def test_a_hundred_kills_at_any_moment_leave_nothing(tmp_path: Path) -> No
             async with trio.open_nursery() as nursery:
                 for number in range(start, start + 20):
                     nursery.start_soon(once, number)
-        while descendants(os.getpid()) != before:
-            await trio.sleep(0.005)
+        await until(lambda: descendants(os.getpid()) == before)

@@ -46,10 +46,12 @@ async def test_opening_a_zygote_changes_nothing_in_the_host() -> None:
     before = {each: signal.getsignal(each) for each in signals}
     threads = threading.active_count()
     children = descendants(os.getpid())
-    async with open_zygote(f"{HERE}:prepare", name="zygote") as zygote:
-        async with zygote.open_worker(f"{HERE}:serve", name="worker"):
-            assert threading.active_count() == threads
-            assert len(descendants(os.getpid()) - children) == 4  # two, and their keepers
+    async with (
+        open_zygote(f"{HERE}:prepare", name="zygote") as zygote,
+        zygote.open_worker(f"{HERE}:serve", name="worker"),
+    ):
+        assert threading.active_count() == threads
+        assert len(descendants(os.getpid()) - children) == 4  # two, and their keepers
     assert {each: signal.getsignal(each) for each in signals} == before
     assert descendants(os.getpid()) == children
 
@@ -110,19 +112,18 @@ async def test_large_arguments_arrive_whole() -> None:
         assert await lines_of(zygote, "compare", {"word": word}) == ["15000 True"]
 
 
-async def test_opening_is_cancelled_at_once(tmp_path: Path) -> None:
+async def test_opening_is_cancelled_at_once(tmp_path: Path, until: Any) -> None:
     path = tmp_path / "hangs"
     children = descendants(os.getpid())
     async with trio.open_nursery() as nursery:
 
         async def never() -> None:
-            args = {"path": str(path), "child": True}
-            async with open_zygote(f"{HERE}:hang", args, name="zygote"):
+            args = {"path": str(path)}
+            async with open_zygote(f"{HERE}:hang_with_child", args, name="zygote"):
                 raise AssertionError
 
         nursery.start_soon(never)
-        while not path.exists():
-            await trio.sleep(0.005)
+        await until(path.exists)
         assert len(descendants(os.getpid()) - children) == 3
         nursery.cancel_scope.cancel()
     assert descendants(os.getpid()) == children
@@ -175,34 +176,46 @@ async def test_waiting_for_a_zygote_can_be_given_up_and_the_start_goes_on(tmp_pa
         assert len(marks.read_text().split()) == 2
 
 
-async def test_a_start_of_a_worker_that_is_cancelled_leaves_nothing() -> None:
+async def test_a_start_of_a_worker_that_is_cancelled_leaves_nothing(until: Any) -> None:
     async with open_zygote(f"{HERE}:prepare", name="zygote") as zygote:
         children = descendants(os.getpid())
         for delay in (0, 0.001, 0.002, 0.004, 0.008):
             with trio.move_on_after(delay):
                 async with zygote.open_worker(f"{HERE}:serve", name="worker"):
                     await trio.sleep(delay)
-        while descendants(os.getpid()) != children:
-            await trio.sleep(0.005)
+        await until(lambda: descendants(os.getpid()) == children)
 
 
 async def test_threads_that_preparing_left_are_told(caplog: pytest.LogCaptureFixture) -> None:
     async with open_zygote(f"{HERE}:leave_a_thread", name="zygote") as zygote:
         await lines_of(zygote, "report")
-    assert "preparing left 1 threads behind" in caplog.text
+    assert "preparing left 1 thread(s) behind" in caplog.text
+
+
+async def test_when_memory_runs_out_the_kernel_takes_a_worker_first() -> None:
+    def score(pid: int | None) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    async with (
+        open_zygote(f"{HERE}:prepare", name="zygote") as zygote,
+        zygote.open_worker(f"{HERE}:serve", name="worker") as worker,
+    ):
+        assert score(worker.pid) > score(zygote.pid) == score(os.getpid())
 
 
 async def test_workers_end_before_a_zygote_that_is_closed_does() -> None:
-    async with trio.open_nursery() as nursery:
-        async with open_zygote(f"{HERE}:prepare", name="zygote") as zygote:
-            statuses = []
+    async with (
+        trio.open_nursery() as nursery,
+        open_zygote(f"{HERE}:prepare", name="zygote") as zygote,
+    ):
+        statuses = []
 
-            async def use(task_status: trio.TaskStatus[None]) -> None:
-                async with zygote.open_worker(f"{HERE}:serve", name="worker") as worker:
-                    task_status.started()
-                    statuses.append(await worker.wait())
+        async def use(task_status: trio.TaskStatus[None]) -> None:
+            async with zygote.open_worker(f"{HERE}:serve", name="worker") as worker:
+                task_status.started()
+                statuses.append(await worker.wait())
 
-            await nursery.start(use)
+        await nursery.start(use)
     assert statuses == [-signal.SIGKILL]
 
 

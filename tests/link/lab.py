@@ -127,7 +127,8 @@ async def open_desk(
     frontends.serve(loop)
     desk = Desk(frontends, loop, [[] for _ in range(count)])
     ports = [_into(desk.sent[index]) for index in range(count)]
-    frontends.connect(ports, _into(desk.counted) if coordinator else None)
+    frontends.connect(ports)
+    frontends.coordinator = _into(desk.counted) if coordinator else None
 
     async def run() -> None:
         with desk.scope:

@@ -1,5 +1,7 @@
 """One engine behind real sockets: how it comes up, whom it hears, and what its end looks like."""
 
+# ruff: noqa: N802 - the reports' numbers are capitals
+
 from __future__ import annotations
 
 import threading
@@ -163,6 +165,28 @@ async def test_what_the_coordinator_says_later_disturbs_nobody(context) -> None:
         assert len(await frontend.entries("a")) == 4
 
 
+async def test_a_coordinator_that_comes_back_is_told_the_counts_and_no_old_ones(context) -> None:
+    async with open_owner(context, coordinator=True) as owner, open_engine(owner, Slow()):
+        await owner.welcome()
+        (frontend,) = owner.frontends
+        publish, collect = owner.coordinator_out, owner.coordinator_in
+        assert publish is not None
+        assert collect is not None
+        there, back = publish.endpoint, collect.endpoint
+        publish.close()
+        collect.close()
+        frontend.say(ask("short", max_tokens=3))
+        await frontend.entries("short")
+        frontend.say(ask("long", max_tokens=200, ignore_eos=True))
+        await frontend.counts(running=1, waiting=0)
+        async with (
+            bound_again(context, zmq.PULL, back) as collect,
+            bound_again(context, zmq.XPUB, there),
+        ):
+            heard = decode_output(await collect.receive())
+            assert heard.scheduler_stats.num_running_reqs == 1  # type: ignore[union-attr]
+
+
 async def test_counts_that_nobody_wants_come_with_outputs_only(context) -> None:
     async with open_owner(context) as owner, open_engine(owner, publish=False):
         await owner.welcome()
@@ -268,7 +292,9 @@ async def test_garbage_ends_its_frontend_and_no_other(context, caplog) -> None:
         assert isinstance(engine.error, WireError)  # there is nobody left
 
 
-async def test_a_vanished_frontends_requests_are_dropped_and_it_may_come_back(context) -> None:
+async def test_E15_requests_of_a_frontend_that_vanished_are_dropped_and_it_may_come_back(
+    context,
+) -> None:
     endless = ask("endless", max_tokens=200, ignore_eos=True)
     async with open_owner(context, frontends=2) as owner, open_engine(owner, Slow()):
         await owner.welcome()
@@ -278,7 +304,7 @@ async def test_a_vanished_frontends_requests_are_dropped_and_it_may_come_back(co
         await second.counts(running=1, waiting=0)
         first.input.close()
         await second.counts(running=0, waiting=0)
-        async with bound_again(context, address) as socket:
+        async with bound_again(context, zmq.ROUTER, address) as socket:
             again = Frontend(socket, first.output, first.rank)
             assert (await again.welcome()).instance_id == "e0#4"
             again.say(ask("a"))
@@ -286,11 +312,13 @@ async def test_a_vanished_frontends_requests_are_dropped_and_it_may_come_back(co
 
 
 @asynccontextmanager
-async def bound_again(context: Context, address: str) -> AsyncIterator[ZSocket]:
-    """A ROUTER where one was closed: libzmq lets go of the port in its own time."""
+async def bound_again(
+    context: Context, kind: zmq.SocketType, address: str
+) -> AsyncIterator[ZSocket]:
+    """A socket where one was closed: libzmq lets go of the port in its own time."""
     while True:
         try:
-            async with open_zsocket(context, zmq.ROUTER, bind=address) as socket:
+            async with open_zsocket(context, kind, bind=address) as socket:
                 yield socket
                 return
         except AddressFailed:

@@ -1,5 +1,7 @@
 """What an engine's frontends are told: who, when, in which envelope, and how it ends."""
 
+# ruff: noqa: N802 - the reports' numbers are capitals
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -277,7 +279,7 @@ async def test_a_pause_that_is_ended_while_it_waits_is_answered(autojump_clock) 
 # --- ends
 
 
-async def test_a_stop_aborts_all_refuses_what_comes_and_ends_the_loop(autojump_clock) -> None:
+async def test_F03_a_stop_aborts_all_refuses_what_comes_and_ends_the_loop(autojump_clock) -> None:
     async with open_desk() as desk:
         desk.say(0, ask("running"))
         await steps(1.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import pytest
@@ -99,6 +99,7 @@ async def test_the_event_log_tells_the_time_of_day(tmp_path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["event"] for line in lines] == ["engine_ready", "request_ended"]
     assert lines[1]["request_id"] == "a"
+    began -= timedelta(seconds=1)  # the events' clock is another one, which may be slewed
     assert all(began <= datetime.fromisoformat(line["time"]) for line in lines)
     assert lines[0]["at"] <= lines[1]["at"]
 

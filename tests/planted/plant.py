@@ -158,6 +158,14 @@ PLANTS = {
         "tuple(self.delivered[:-1])",
         FAIL_SWEEP,
     ),
+    "retry_budget_forgotten": Plant(
+        "P4",
+        "when engines die again and again, whatever they lose is placed again",
+        "dpkit/balancer/retries.py",
+        "        if self._is_made_good or is_kept:\n",
+        "        if True:\n",
+        f"{NURSERY}/test_retry_budget.py",
+    ),
     "queue_timeout_forgotten": Plant(
         "P4",
         "whoever waits for a place may wait for ever",

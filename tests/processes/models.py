@@ -1,0 +1,122 @@
+"""Models for engines in processes, that do as their prompts say: each child imports them anew.
+
+What is to go wrong is the beginning of a prompt, up to a colon: ``raise:hello``. All else is echo.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dpkit.engine.models.echo import EchoModel
+from dpkit.messages import StepResult
+
+if TYPE_CHECKING:
+    from dpkit.messages import Batch
+
+FOR_EVER_S = 1000
+STEP_S = 0.005
+
+FLAGS = "DPKIT_TEST_FLAGS"
+"""Environment variable: a folder that models of all processes of a test can see."""
+HEAD = "DPKIT_TEST_HEAD"
+"""Environment variable: the process of the test."""
+
+
+def first_time(what: str) -> bool:
+    """Whether nobody has asked for this before, in whatever process."""
+    try:
+        (Path(os.environ[FLAGS]) / what).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def is_head() -> bool:
+    """Whether this is the process of the test, which makes a model for its tokenizer only."""
+    return os.environ.get(HEAD) == str(os.getpid())
+
+
+def hold_the_gil() -> None:
+    """Sleep in C without letting Python's other threads run, as a busy extension may."""
+    ctypes.PyDLL(None).sleep(FOR_EVER_S)
+
+
+def _raise() -> None:
+    raise RuntimeError("this model broke")
+
+
+ORDERS = {
+    "raise": _raise,
+    "exit": lambda: os._exit(3),
+    "segv": lambda: ctypes.string_at(0),
+    "hang": lambda: time.sleep(FOR_EVER_S),
+    "gil": hold_the_gil,
+    "spin": lambda: [None for _ in iter(int, 1)],
+}
+
+
+def _obey(batch: Batch) -> None:
+    for row in batch.rows:
+        order, colon, _ = bytes(row.prompt_token_ids[:8]).partition(b":")
+        if colon and row.output_index == 2:
+            ORDERS[order.decode()]()
+
+
+class Obedient(EchoModel):
+    """Each step takes 5 ms in the engine's thread; the third token of some is their order."""
+
+    inline: ClassVar[bool] = False
+
+    def execute(self, batch: Batch, cache: Any) -> StepResult:
+        _obey(batch)
+        time.sleep(STEP_S)
+        return super().execute(batch, cache)
+
+
+class Inline(Obedient):
+    """The same on Trio's thread of the engine's process."""
+
+    inline: ClassVar[bool] = True
+
+
+class Paced(EchoModel):
+    """Each step lasts 5 ms, and nothing goes wrong."""
+
+    def execute(self, batch: Batch, cache: Any) -> StepResult:
+        return StepResult(sampled=super().execute(batch, cache).sampled, duration_s=STEP_S)
+
+
+class Ponderous(EchoModel):
+    """Each step holds the GIL for most of the time that it may take in `test_stuck`."""
+
+    inline: ClassVar[bool] = False
+
+    def execute(self, batch: Batch, cache: Any) -> StepResult:
+        ctypes.PyDLL(None).usleep(300_000)
+        return super().execute(batch, cache)
+
+
+class HangsAndSays(EchoModel):
+    """Never has its cache if that has seven blocks, and says so."""
+
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
+        if num_blocks == 7:
+            print("allocates\nand waits", flush=True)
+            time.sleep(FOR_EVER_S)
+        return super().allocate(num_blocks=num_blocks, block_size=block_size)
+
+
+class HangsInAllocate(EchoModel):
+    """In its first life only."""
+
+    inline: ClassVar[bool] = False
+
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
+        if first_time("allocate"):
+            while True:
+                pass
+        return super().allocate(num_blocks=num_blocks, block_size=block_size)
