@@ -98,21 +98,30 @@ class Frontends:
 
     def _add(self, port: Port, wire: WireRequest) -> None:
         request_id = wire.request_id
-        if self._is_stopping or wire.abort_immediately:
-            port.end(request_id)
+        if any(request_id in each for each in self._ports):
+            self._end(port, request_id, duplicate(request_id))
+        elif self._is_stopping or wire.abort_immediately:
+            self._end(port, request_id)
         elif self._control.paused:
-            port.end(request_id, _PAUSED)
-        elif any(request_id in each for each in self._ports):
-            if request_id in port:  # its frontend will take the error for the end of the first, too
-                self._inbox.abort(request_id, port.deliver)
-            port.end(request_id, duplicate(request_id))
+            self._end(port, request_id, _PAUSED)
         else:
             try:
                 self._inbox.submit(from_wire(wire), port.deliver)
             except DpkitError as error:
-                port.end(request_id, error)
+                self._end(port, request_id, error)
             else:
                 port.hold(wire)
+
+    def _end(
+        self, port: Port, request_id: str, error: Exception | RequestError | None = None
+    ) -> None:
+        """End a request that has come, or one of that id that is here already.
+
+        A frontend that uses an id twice takes the end of the one for the end of the other.
+        """
+        if request_id in port:
+            self._inbox.abort(request_id, port.deliver)
+        port.end(request_id, error)
 
     def _abort(self, port: Port, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -205,8 +214,7 @@ class Frontends:
         """
         port = self._ports[index]
         for request_id in port.held:
-            self._inbox.abort(request_id, port.deliver)
-            port.end(request_id, error)
+            self._end(port, request_id, error)
         if port.has_news:
             port.flush(self._stats())
         port.say_dead()
@@ -226,8 +234,7 @@ class Frontends:
     def _end_all(self) -> None:
         for port in self._ports:
             for request_id in port.held:
-                self._inbox.abort(request_id, port.deliver)
-                port.end(request_id)
+                self._end(port, request_id)
         self._send(even_numbers=False)
 
     def _is_idle(self) -> bool:
