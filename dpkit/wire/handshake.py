@@ -39,7 +39,7 @@ COORDINATOR_PATIENCE = 600.0
 """Seconds that an engine waits for the others to subscribe: what vLLM's frontends wait for all."""
 HANDSHAKE_LINGER_MS = 5000
 OUTPUT_LINGER_MS = 4000
-"""As vLLM's: READY, and what an engine says last, leave before its process ends."""
+"""As vLLM's: READY, and what an engine told its frontends last, leave before its process ends."""
 
 
 @frozen(kw_only=True)
@@ -128,6 +128,9 @@ async def open_engine_connection(
             )
             return await stack.enter_async_context(entered)
 
+        async def connect_input(address: str) -> ZSocket:
+            return await connect(zmq.DEALER, address, linger_ms=OUTPUT_LINGER_MS, watch=True)
+
         async def connect_push(address: str) -> ZSocket:
             return await connect(zmq.PUSH, address, linger_ms=OUTPUT_LINGER_MS)
 
@@ -138,7 +141,7 @@ async def open_engine_connection(
         source, sink = there.coordinator_input, there.coordinator_output
         yield EngineConnection(
             init=init,
-            inputs=tuple([await connect(zmq.DEALER, each, watch=True) for each in there.inputs]),
+            inputs=tuple([await connect_input(each) for each in there.inputs]),
             outputs=tuple([await connect_push(each) for each in there.outputs]),
             coordinator_in=await connect(zmq.XSUB, source, watch=True) if source else None,
             coordinator_out=await connect_push(sink) if sink else None,

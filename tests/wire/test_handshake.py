@@ -96,6 +96,16 @@ def soon() -> float:
     return trio.current_time() + 10
 
 
+async def until_it_is_told(frontend: FrontendSockets, said: str) -> None:
+    """Welcome rank 0 in vain until what it did has arrived, however busy the machine is."""
+    told = ""
+    with trio.fail_after(10):
+        while said not in told:
+            with pytest.raises(LaunchFailed, match="engine rank 0") as caught:
+                await frontend.welcome(0, trio.current_time() + 0.05)
+            told = str(caught.value)
+
+
 HELLO = encode_hello("HELLO", local=True, headless=False)
 READY = encode_hello("READY", local=True, headless=False)
 
@@ -253,8 +263,7 @@ async def test_an_engine_is_not_ready_before_the_coordinator_says_so(
                 assert await connection.coordinator_in.receive() == [COORDINATOR_READY]
 
         nursery.start_soon(engine)
-        with pytest.raises(LaunchFailed, match="has not said READY"):
-            await frontend.welcome(0, trio.current_time() + 0.1)
+        await until_it_is_told(frontend, "has not said READY")
         assert await publishes.receive() == [SUBSCRIBE]
         assert not announced.is_set()
         publishes.send_nowait([b"\x02", b"\x92\x00\xc0"])  # the wave of others, as yet unheard
@@ -352,8 +361,7 @@ async def test_G05_an_engine_that_is_late_is_told_how_far_it_came(  # noqa: N802
     async with voice(context, frontend.handshake_address) as engine:
         for word in words:
             engine.send_nowait([word])
-        with pytest.raises(LaunchFailed, match=f"engine rank 0 .*{said}"):
-            await frontend.welcome(0, trio.current_time() + 0.05)
+        await until_it_is_told(frontend, said)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +390,7 @@ async def test_who_breaks_the_protocol_is_refused_and_the_others_are_welcome(
     ):
         for message in messages:
             bad.send_nowait(message)
-        await trio.sleep(0.02)  # let all of it arrive first
+        await trio.sleep(0.05)  # let all of it arrive first
         nursery.start_soon(good)
         await frontend.welcome(1, soon())
         with pytest.raises(WireError, match=f"engine rank 0 cannot be welcomed: .*{fault}"):
@@ -427,10 +435,11 @@ async def test_strangers_get_no_answer_and_disturb_nobody(
     ):
         for each in (unexpected, nameless, engine):
             each.send_nowait([HELLO])
-        with caplog.at_level(logging.WARNING, "dpkit.wire"), pytest.raises(LaunchFailed):
-            await frontend.welcome(0, trio.current_time() + 0.1)
-        assert await engine.receive() == [encode_init(frontend.init)]
-        assert "no engine that is expected" in caplog.text
+        with caplog.at_level(logging.WARNING, "dpkit.wire"):
+            await until_it_is_told(frontend, "has not said READY")
+            assert await engine.receive() == [encode_init(frontend.init)]
+            while caplog.text.count("no engine that is expected") < 2:
+                await until_it_is_told(frontend, "has not said READY")
         with trio.move_on_after(0.02) as waiting:
             await unexpected.receive()
         assert waiting.cancelled_caught
@@ -447,10 +456,9 @@ async def test_who_greets_and_leaves_may_be_followed_by_another(
         ) as short_lived,
     ):
         short_lived.send_nowait([HELLO])
-    await trio.sleep(0.02)
-    with pytest.raises(LaunchFailed, match="has not said HELLO"):
-        await frontend.welcome(0, trio.current_time() + 0.05)
-    assert "said HELLO and left" in caplog.text
+    await trio.sleep(0.05)  # until its connection is gone, too
+    while "said HELLO and left" not in caplog.text:
+        await until_it_is_told(frontend, "has not said HELLO")
     async with trio.open_nursery() as nursery:
 
         async def engine() -> None:
