@@ -12,9 +12,10 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import trio
-from attrs import define, field
+from attrs import define
 
-from dpkit.errors import EngineLost, WireError
+from dpkit.errors import EngineLost, RequestRejected, WireError
+from dpkit.link.progress import Progress
 from dpkit.messages import EngineOutput
 from dpkit.names import FinishReason
 from dpkit.wire.codec import (
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from dpkit.messages import EngineId, GenerateRequest
     from dpkit.nursery.inbox import Deliver
-    from dpkit.wire.structs import Envelope, UtilityAnswer, WireOutput, WireRequest
+    from dpkit.wire.structs import Envelope, WireOutput, WireRequest
     from dpkit.wire.zsocket import ZSocket
 
 PROGRESS = "dpkit_progress"
@@ -58,8 +59,10 @@ class WireConnection:
         engine: The incarnation at the other end.
         rank: Its rank, by which the socket knows it.
         socket: A ROUTER that the engine has connected to.
-        limit: Bytes that one message of the engine may have.
+        limit: Bytes that one message may have, in either direction.
         on_stats: Called with every word of the engine on its load, after the outputs beside it.
+        on_gone: Called when a request cannot be sent, since the engine's end is not there any more:
+            it must be picked no more when this returns.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class WireConnection:
         *,
         limit: int,
         on_stats: Callable[[SchedulerStats], None],
+        on_gone: Callable[[EngineLost], None] = lambda _: None,
     ) -> None:
         self.engine = engine
         self.stats = SchedulerStats()
@@ -78,11 +82,13 @@ class WireConnection:
         self.on_idle: Callable[[], None] = lambda: None
         """Called when the engine has nothing of ours left."""
         self.progress = Progress()
-        self._rank = rank
+        self.late_outputs = 0
+        """Outputs of requests that had been aborted by then; nobody gets them."""
         self._identity = rank_identity(rank)
         self._socket = socket
         self._limit = limit
         self._on_stats = on_stats
+        self._on_gone = on_gone
         self._held: dict[str, _Held] = {}
         self._aborting: set[str] = set()  # the engine has not yet said that it has dropped them
         self._numbers = count()
@@ -107,7 +113,7 @@ class WireConnection:
 
         Raises:
             EngineLost: this life takes no more requests.
-            RequestRejected: it cannot be put into a message.
+            RequestRejected: it cannot be put into a message, or is too large for one.
         """
         if self.closed:
             raise EngineLost(
@@ -117,9 +123,24 @@ class WireConnection:
             )
         wire_id = f"{request.request_id}-{next(self._numbers):x}"
         asked = to_wire(request, wire_id=wire_id)
-        self._send(encode_input(Add(asked)), f"request {request.request_id}")
+        frames = encode_input(Add(asked))
+        self._refuse_large(request, sum(map(len, frames)))
+        try:
+            self._send(frames, f"request {request.request_id}")
+        except EngineLost as error:
+            self._on_gone(error)
+            raise
         self._held[wire_id] = _Held(request.request_id, asked, link)
         return wire_id
+
+    def _refuse_large(self, request: GenerateRequest, size: int) -> None:
+        """Refuse what the engine would not read: it would drop this connection, and all on it."""
+        if size > self._limit:
+            raise RequestRejected(
+                f"request {request.request_id} takes {size:,} bytes, and {self._limit:,} are the "
+                "most that an engine in a process reads (engines.process.max_message)",
+                request_id=request.request_id,
+            )
 
     def abort(self, wire_id: str) -> None:
         """Have the engine drop a request; what it still says of it reaches nobody. Idempotent."""
@@ -156,55 +177,66 @@ class WireConnection:
             WireError: it cannot be read, or says what no engine may say to a client.
             EngineLost: the engine says that it is dead, or dying.
         """
-        self.progress.heard_at = trio.current_time()
+        self.progress.heard()
         message = decode_output(frames, limit=self._limit)
         if isinstance(message, EngineDead):
             raise EngineLost(f"engine {self.engine} met an error", engine=self.engine)
         if message.utility_output is not None:
-            self._take_answer(message.utility_output)
+            self.progress.answered(message.utility_output)
         else:
             self._take_batch(message)
 
-    def _take_answer(self, answer: UtilityAnswer) -> None:
-        self.progress.answered(answer)
-
     def _take_batch(self, envelope: Envelope) -> None:
         if envelope.wave_complete is not None or envelope.start_wave is not None:
-            raise WireError(f"engine {self.engine} spoke of waves to a client, not a coordinator")
+            raise WireError(
+                f"engine {self.engine} spoke of waves to a client, not a coordinator",
+                engine=self.engine,
+            )
+        if envelope.scheduler_stats is not None:
+            self.stats = envelope.scheduler_stats
+            self.progress.counted(self.stats.step_counter)
         for output in envelope.outputs:
             self._take_output(output)
         for wire_id in envelope.finished_requests or ():
             self._take_end(wire_id)
         if envelope.scheduler_stats is not None:
-            self.stats = envelope.scheduler_stats
             self._on_stats(self.stats)
 
     def _take_output(self, output: WireOutput) -> None:
         held = self._held.get(output.request_id)
         if held is None:
-            return  # aborted meanwhile
-        if output.finish_reason is not None:
-            del self._held[output.request_id]
+            self._take_late(output.request_id)
+            return
         told = output_from_wire(output, held.asked, request_id=held.request_id, engine=self.engine)
-        if isinstance(told.error, EngineLost):  # then it is dying: no other may be placed there
-            self._held[output.request_id] = held
+        if isinstance(told.error, EngineLost):  # it is dying: no other may be placed there
             raise told.error
-        if output.finish_reason is not None:
+        if told.finish_reason is FinishReason.ABORT:  # by nobody here, so it is about to end
+            raise EngineLost(
+                f"engine {self.engine} is shutting down, by no order from here", engine=self.engine
+            )
+        if told.finish_reason is not None:
+            del self._held[output.request_id]
             held.link.forget(held.request_id)
         held.link.deliver(self.engine, told)
-        if output.finish_reason is not None:
+        if told.finish_reason is not None:
             self._note_idle()
+
+    def _take_late(self, wire_id: str) -> None:
+        if wire_id not in self._aborting:
+            raise WireError(
+                f"engine {self.engine} told of request {wire_id[:80]!r}, which it does not have",
+                engine=self.engine,
+            )
+        self.late_outputs += 1
 
     def _take_end(self, wire_id: str) -> None:
         """The engine has nothing of this id any more."""
-        held = self._held.pop(wire_id, None)
+        held = self._held.get(wire_id)
         if held is not None:
-            error = EngineLost(
+            raise WireError(
                 f"engine {self.engine} dropped request {held.request_id} without a word",
                 engine=self.engine,
-                request_id=held.request_id,
             )
-            held.link.fail(held.request_id, error)
         self._settle(wire_id)
 
     def _settle(self, wire_id: str) -> None:
@@ -239,46 +271,6 @@ class WireConnection:
         elif stats.kv_cache_usage:
             share = f"{stats.kv_cache_usage:.1%}"
             yield f"{self.engine} says that {share} of its blocks are held, and has no requests"
-
-
-@define
-class Progress:
-    """How far an engine is, by question and answer: it works, it waits, or it says nothing.
-
-    An engine that is busy with one step for long says since when; one that is stopped says nothing,
-    not even to a question, and has been at whatever it is at since it was last heard.
-    """
-
-    heard_at: float = field(factory=trio.current_time)
-    _call_id: int = field(default=0, init=False)
-    _silent_since: float | None = field(default=None, init=False)
-    _step: int | None = field(default=None, init=False)
-    _step_began: float | None = field(default=None, init=False)
-
-    @property
-    def step_started_at(self) -> float | None:
-        """When what the engine is at began; None: it waits for work."""
-        return self._silent_since if self._step_began is None else self._step_began
-
-    def ask(self) -> int | None:
-        """The id of a new question; None: the last one has not been answered."""
-        if self._silent_since is not None:
-            return None
-        self._silent_since = self.heard_at
-        self._call_id += 1
-        return self._call_id
-
-    def answered(self, answer: UtilityAnswer) -> None:
-        """Take in an answer; one to somebody else's question is none of ours."""
-        if answer.call_id != self._call_id:
-            return
-        self._silent_since = None
-        match answer.result:
-            case [_, [int(step), float() | int() as elapsed]]:
-                if step != self._step or self._step_began is None:
-                    self._step, self._step_began = step, self.heard_at - elapsed
-            case _:  # between two steps; vLLM's engines answer there only
-                self._step_began = None
 
 
 class ZmqLink:

@@ -7,6 +7,7 @@ where there is such an engine. What becomes of a life is `dpkit.nursery.remote`'
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 from itertools import count
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import trio
 from attrs import asdict, frozen
 
+from dpkit.errors import LaunchFailed
 from dpkit.launch.spawn import open_spawner
 from dpkit.launch.zygote import open_zygote
 from dpkit.names import StartMethod, Transport
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId
     from dpkit.wire.frontend import FrontendSockets
+
+WORK = "dpkit.launch.child:work"
+"""What an engine's process does."""
 
 GRACE_S = 1.0
 """From SIGTERM to SIGKILL, for an engine that has nothing left to do."""
@@ -57,13 +62,25 @@ class ModelHost:
         try:
             with self._scope, tempfile.TemporaryDirectory(prefix="dpkit-", dir=_parent()) as folder:
                 self._folder = folder
+                self._scope.deadline = trio.current_time() + self._group.process.start_timeout
                 async with self._open() as self._launcher:
+                    self._scope.deadline = math.inf
                     self._settled.set()
                     await trio.sleep_forever()
         except Exception as error:  # noqa: BLE001 - raised by `launcher`
             self.error = error
         finally:
+            if self._launcher is None and self.error is None:
+                self.error = self._late()
             self._settled.set()
+
+    def _late(self) -> LaunchFailed:
+        if trio.current_time() < self._scope.deadline:
+            return LaunchFailed(f"model {self.name!r} was let go before it was loaded")
+        return LaunchFailed(
+            f"model {self.name!r} was not loaded within {self._group.process.start_timeout:g} s "
+            "(engines.process.start_timeout)"
+        )
 
     def _open(self) -> AbstractAsyncContextManager[Launcher]:
         group = self._group
@@ -150,7 +167,5 @@ class EngineHost:
             "max_message": self.group.process.max_message,
             "log_level": logging.getLogger("dpkit").getEffectiveLevel(),
         }
-        async with launcher.open_worker(
-            "dpkit.launch.child:work", args, name=str(engine), grace=GRACE_S
-        ) as worker:
+        async with launcher.open_worker(WORK, args, name=str(engine), grace=GRACE_S) as worker:
             yield worker

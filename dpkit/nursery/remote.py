@@ -7,18 +7,27 @@ and no other. The process itself is started and reaped by a launcher (`dpkit.lau
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Never
 
 import trio
 
 from dpkit.engine.core import EngineCoreStatistics
-from dpkit.errors import EngineLost, LaunchFailed, WireError, describe
+from dpkit.errors import (
+    DpkitError,
+    EngineLost,
+    InternalError,
+    LaunchFailed,
+    WireError,
+    describe,
+)
 from dpkit.link.zmq import WireConnection, ZmqLink
 from dpkit.messages import EngineStats, StepReport
+from dpkit.wire.codec import rank_identity
 from dpkit.wire.structs import EngineReport, SchedulerStats
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
     from collections.abc import Set as AbstractSet
 
     from dpkit.abc import Worker
@@ -75,6 +84,7 @@ class RemoteLife:
         self._closed = False
         self._connection: WireConnection | None = None
         self._worker: Worker | None = None
+        self._is_explained = True  # how its process ended is said in its cause, or is beside it
         self._finished = trio.Event()
         self._scope = trio.CancelScope()
 
@@ -109,28 +119,48 @@ class RemoteLife:
         try:
             with self._scope:
                 await self._live()
+            self._note_if_late()
         except Exception as error:  # noqa: BLE001 - raised below, as its first cause
             self._end_with(error)
-        except trio.Cancelled:
+        except BaseException:  # a cancellation, perhaps in a group
             self.lose(EngineLost(f"engine {self.engine} was stopped", engine=self.engine))
             raise
         finally:
             self.close()
             self.ended.set()
         if self.cause is not None:
+            self._explain()
             raise self.cause
 
     async def _live(self) -> None:
-        async with (
-            self._host.open_sockets(self._rank) as sockets,
-            self._host.open_worker(self.engine, self._rank, sockets.handshake_address) as worker,
-            trio.open_nursery() as nursery,
-        ):
-            self._worker = worker
-            nursery.start_soon(self._guard, self._watch_process, worker)
-            nursery.start_soon(self._guard, self._serve, sockets, worker, nursery)
-            await self._finished.wait()
-            nursery.cancel_scope.cancel()
+        async with self._host.open_sockets(self._rank) as sockets:
+            ready_by = trio.current_time() + self._host.group.process.start_timeout
+            self._scope.deadline = ready_by  # one that is spawned loads its model by itself
+            async with (
+                self._host.open_worker(
+                    self.engine, self._rank, sockets.handshake_address
+                ) as worker,
+                trio.open_nursery() as nursery,
+            ):
+                self._scope.deadline = math.inf
+                self._worker = worker
+                nursery.start_soon(self._guard, self._watch_process, worker)
+                nursery.start_soon(self._guard, self._serve, sockets, nursery, ready_by)
+                await self._finished.wait()
+                nursery.cancel_scope.cancel()
+
+    def _note_if_late(self) -> None:
+        """Tell the end at the deadline of the start from one that was asked for."""
+        if self._scope.cancelled_caught and self._scope.deadline < math.inf and not self._closed:
+            self._end_with(self._late("its process is not prepared"))
+
+    def _late(self, how_far: str) -> LaunchFailed:
+        timeout = self._host.group.process.start_timeout
+        return LaunchFailed(
+            f"engine {self.engine} was not ready within {timeout:g} s "
+            f"(engines.process.start_timeout): {how_far}{self._last_words()}",
+            engine=self.engine,
+        )
 
     @trio.lowlevel.enable_ki_protection
     async def _guard(self, task: Callable[..., Awaitable[None]], *args: Any) -> None:
@@ -138,38 +168,68 @@ class RemoteLife:
         try:
             await task(*args)
         except Exception as error:  # noqa: BLE001 - it comes out of `run`
-            self._end_with(error)
+            self._end_with(self._judge(error))
 
-    async def _serve(self, sockets: FrontendSockets, worker: Worker, nursery: trio.Nursery) -> None:
-        await self._welcome(sockets)
+    def _judge(self, error: Exception) -> Exception:
+        """What ended this life: what the world did as it is, all else as the bug that it is."""
+        if isinstance(error, DpkitError) or not self.ready.is_set():
+            return error
+        message = f"engine {self.engine} broke down: {describe(error)}"
+        bug = InternalError(message, engine=self.engine)
+        bug.__cause__ = error
+        return bug
+
+    async def _serve(
+        self, sockets: FrontendSockets, nursery: trio.Nursery, ready_by: float
+    ) -> None:
+        try:
+            await sockets.welcome(self._rank, ready_by)
+        except LaunchFailed as error:
+            raise self._late(str(error)) from error
         connection = self._connection = WireConnection(
             self.engine,
             self._rank,
             sockets.input,
             limit=self._host.group.process.max_message,
             on_stats=self._on_stats,
+            on_gone=self._note_gone,
         )
         connection.on_idle = self._note_idle
         connection.closed = self._closed
         self.ready.set()
         self._note_idle()  # it may have been closed already
         nursery.start_soon(self._guard, self._ask, connection)
-        nursery.start_soon(self._guard, self._watch_link, sockets.output, worker)
-        await sockets.output.pump(connection.take)
-
-    async def _welcome(self, sockets: FrontendSockets) -> None:
-        timeout = self._host.group.process.start_timeout
+        for socket in (sockets.input, sockets.output):
+            nursery.start_soon(self._guard, self._watch_link, socket)
+        for socket in (sockets.input, sockets.handshake):
+            nursery.start_soon(self._guard, socket.pump, self._refuse)
         try:
-            await sockets.welcome(self._rank, trio.current_time() + timeout)
-        except LaunchFailed as error:
-            raise LaunchFailed(
-                f"engine {self.engine} was not ready within {timeout:g} s "
-                f"(engines.process.start_timeout): {error}{self._last_words()}",
-                engine=self.engine,
-            ) from error
+            await sockets.output.pump(connection.take)
+        except EngineLost:
+            self._is_explained = False
+            raise
 
-    async def _watch_link(self, socket: ZSocket, worker: Worker) -> None:
-        """End this life when the engine's end of a socket is gone: what it says next is lost."""
+    def _note_gone(self, error: EngineLost) -> None:
+        """A request met the end of this life before its watchers did."""
+        self._is_explained = False
+        self._end_with(error)
+
+    def _explain(self) -> None:
+        """Say how the process ended, where only others have said yet that it did."""
+        if not self._is_explained:
+            self.cause = EngineLost(f"{self.cause}: {self._how_it_ended()}", engine=self.engine)
+            self._is_explained = True
+
+    def _refuse(self, frames: list[bytes]) -> None:
+        """Take what comes where nothing may: once it is ready, an engine speaks by one socket."""
+        if frames[0] == rank_identity(self._rank):  # else a stranger's
+            raise WireError(
+                f"engine {self.engine} broke the protocol: it is ready, and introduces itself anew",
+                engine=self.engine,
+            )
+
+    async def _watch_link(self, socket: ZSocket) -> None:
+        """End this life when the engine's end of a socket is gone: what was under way is lost."""
         most = self._host.group.process.max_message
 
         def refuse(_: str) -> Never:
@@ -183,21 +243,27 @@ class RemoteLife:
             await socket.watch_peers(on_drop=refuse)
         except WireError:
             # Most often its process has ended, which is about to be known and says more.
-            with trio.move_on_after(_DEATH_S):
-                await worker.wait()
-                await trio.sleep_forever()
+            await trio.sleep(_DEATH_S)
             raise
 
     async def _watch_process(self, worker: Worker) -> None:
-        status = await worker.wait()
-        how = f"its process {worker.pid} {status}{self._last_words()}"
+        await worker.wait()
         if self.ready.is_set():
-            raise EngineLost(f"engine {self.engine} is lost: {how}", engine=self.engine)
-        raise LaunchFailed(f"engine {self.engine} did not come up: {how}", engine=self.engine)
+            lost = f"engine {self.engine} is lost: {self._how_it_ended()}"
+            raise EngineLost(lost, engine=self.engine)
+        raise LaunchFailed(
+            f"engine {self.engine} did not come up: {self._how_it_ended()}", engine=self.engine
+        )
+
+    def _how_it_ended(self) -> str:
+        worker = self._worker
+        if worker is None or worker.status is None:
+            return "its process has not ended"
+        return f"its process {worker.pid} {worker.status}{self._last_words()}"
 
     def _last_words(self) -> str:
-        lines = [] if self._worker is None else list(self._worker.last_lines)
-        return f"; its last words: {lines[-1]}" if lines else ""
+        said = "" if self._worker is None else gist(self._worker.last_lines)
+        return f"; its last words: {said}" if said else ""
 
     async def _ask(self, connection: WireConnection) -> None:
         while True:
@@ -313,3 +379,13 @@ class RemoteLife:
         said = self._stats.dpkit
         idle = EngineReport(free_blocks=self.limits.num_blocks)
         return said if isinstance(said, EngineReport) else idle
+
+
+def gist(lines: Iterable[str]) -> str:
+    """The end of what a process wrote, without the frames of its last traceback."""
+    said = [
+        line
+        for line in lines
+        if line.strip() and not line[0].isspace() and not line.endswith(("last):", "first):"))
+    ]
+    return " / ".join(said[-2:])

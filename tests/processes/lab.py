@@ -133,6 +133,11 @@ async def wait_back(cluster: Cluster, name: str, epoch: int) -> None:
     await until(serves)
 
 
+async def wait_down(cluster: Cluster, name: str) -> None:
+    """Wait until an engine has been given up."""
+    await until(lambda: state_of(cluster, name) is EngineState.DOWN)
+
+
 def is_ready(cluster: Cluster, name: str) -> bool:
     """Whether an engine serves."""
     return state_of(cluster, name) is EngineState.READY

@@ -6,7 +6,9 @@ What is to go wrong is the beginning of a prompt, up to a colon: ``raise:hello``
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,6 +55,7 @@ ORDERS = {
     "raise": _raise,
     "exit": lambda: os._exit(3),
     "segv": lambda: ctypes.string_at(0),
+    "abort": os.abort,
     "hang": lambda: time.sleep(FOR_EVER_S),
     "gil": hold_the_gil,
     "spin": lambda: [None for _ in iter(int, 1)],
@@ -120,3 +123,45 @@ class HangsInAllocate(EchoModel):
             while True:
                 pass
         return super().allocate(num_blocks=num_blocks, block_size=block_size)
+
+
+class BreaksInAllocate(EchoModel):
+    """In each life."""
+
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
+        del num_blocks, block_size
+        life = next(number for number in itertools.count() if first_time(f"life {number}"))
+        raise MemoryError(f"no memory, life {life}")
+
+
+class DiesInAllocate(EchoModel):
+    """If its cache has as many blocks as the file "victim" says."""
+
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
+        if (Path(os.environ[FLAGS]) / "victim").read_text() == str(num_blocks):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().allocate(num_blocks=num_blocks, block_size=block_size)
+
+
+class DiesWhileLoading(EchoModel):
+    """As by a kernel that is out of memory."""
+
+    def __init__(self) -> None:
+        if not is_head():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class BreaksWhileLoading(EchoModel):
+    """Where its weights are, that is not in the process of the test."""
+
+    def __init__(self) -> None:
+        if not is_head():
+            raise RuntimeError("the file is damaged")
+
+
+class HangsWhileLoading(EchoModel):
+    """As from a network that is gone."""
+
+    def __init__(self) -> None:
+        if not is_head():
+            time.sleep(FOR_EVER_S)

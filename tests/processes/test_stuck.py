@@ -128,7 +128,9 @@ async def test_G05_a_start_that_never_ends_fails_and_names_the_key_and_the_last_
         ),
         settings="cluster = { min_ready = 2 }",
     )
-    with pytest.raises(ClusterNotStarted, match=r"start_timeout.*its last words: and waits") as e:
+    with pytest.raises(
+        ClusterNotStarted, match=r"start_timeout.*its last words: allocates / and waits"
+    ) as e:
         async with open_cluster(config):
             pytest.fail("an engine that is not ready cannot serve")
     assert isinstance(e.value.__cause__, LaunchFailed)
