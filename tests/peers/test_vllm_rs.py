@@ -238,7 +238,10 @@ def test_400_of_400_requests_of_a_load_generator_succeed(
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("read", "said"), [(4, 2), pytest.param(16, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [(4, 2), pytest.param(16, 20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
 def test_400_of_400_requests_succeed_with_a_real_model(
     vllm_rs: Path, smol: Served, demo_path: Path, read: int, said: int
 ) -> None:
