@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from dpkit.launch.notes import Note
 
+_NEWS_WITHIN_MS = 200
+"""By which the end of the head may be later here than it was in the process that is kept."""
+
 _NEWS = {signal.SIGCHLD, signal.SIGTERM}
 
 
@@ -57,18 +60,20 @@ class _Keeper:
         self._leash = leash
         self._parent = os.getppid()
         self._worker = 0
+        self._heard: bool | None = None  # of the head: `End`, or (False) that it is gone
         self._bell, self._clapper = os.pipe()
 
     def keep(self, work: Callable[[int], int], name: str, runtime_dir: str | None) -> None:
         set_name(f"keep {name}")
         adopt_orphans()
         self._listen_to_signals()
-        if self._has_to_end():
-            return  # the head changed its mind, or went, before anything began
-        self._fork(work)
-        orderly = self._wait()
-        self._sweep()
-        if not orderly and runtime_dir is not None:
+        if self._has_to_end():  # the head changed its mind, or went, before anything began
+            self._listen()
+        else:
+            self._fork(work)
+            self._wait()
+            self._sweep()
+        if runtime_dir is not None and self._is_orphaned():
             shutil.rmtree(runtime_dir, ignore_errors=True)
 
     def _listen_to_signals(self) -> None:
@@ -80,10 +85,16 @@ class _Keeper:
             signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _NEWS)
 
-    def _has_to_end(self) -> bool:
+    def _has_to_end(self, within_ms: int = 0) -> bool:
         news = select.poll()
         news.register(self._leash, select.POLLIN)
-        return bool(news.poll(0))
+        return bool(news.poll(within_ms))
+
+    def _is_orphaned(self) -> bool:
+        """Whether the head is gone; a process that has ended may have noticed that before us."""
+        if self._heard is None and self._has_to_end(_NEWS_WITHIN_MS):
+            self._listen()
+        return self._heard is False
 
     def _fork(self, work: Callable[[int], int]) -> None:
         keeper = os.getpid()
@@ -99,24 +110,26 @@ class _Keeper:
         os.close(own)
         os.close(its)
 
-    def _wait(self) -> bool:
-        """Wait for a reason to end; False: the head has gone without a word."""
+    def _wait(self) -> None:
+        """Wait for a reason to end."""
         news = select.poll()
         news.register(self._leash, select.POLLIN)
         news.register(self._bell, select.POLLIN)
         while True:
             if (ready := news.poll()) and ready[0][0] == self._leash.fileno():
-                return self._hears_a_word()
+                self._listen()
+                return
             if signal.SIGTERM in os.read(self._bell, 512):  # by hand, or the parent has died
-                return os.getppid() == self._parent
+                self._heard = None if os.getppid() == self._parent else False
+                return
             if self._reap(os.WNOHANG):
-                return True
+                return
 
-    def _hears_a_word(self) -> bool:
+    def _listen(self) -> None:
         try:
-            return bool(self._leash.recv(LIMIT))
+            self._heard = bool(self._leash.recv(LIMIT))
         except OSError:  # ECONNRESET: it went and had not read all
-            return False
+            self._heard = False
 
     def _reap(self, flags: int) -> bool:
         """Reap who ended (the first, or all of them by WNOHANG); True: the process was among them.

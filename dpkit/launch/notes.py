@@ -1,13 +1,15 @@
 """What the head and the processes it starts tell each other: JSON, one note a datagram.
 
-Never pickle: what comes from a process that went wrong is read, not run. Knows no sockets. Must
-stay cheap to import: every process of this package starts with it.
+Never pickle: what comes from a process that went wrong is read, not run. Descriptors may come along
+with a note. Must stay cheap to import: every process of this package starts with it.
 """
 
 from __future__ import annotations
 
+import array
 import json
 import re
+import socket
 from typing import Any, NamedTuple
 
 LIMIT = 128 * 1024
@@ -103,3 +105,18 @@ def decode_answer(data: bytes) -> Answer:
     kind, *fields = json.loads(data)
     answer: Answer = _ANSWERS[kind](*fields)
     return answer
+
+
+def receive(source: socket.socket, descriptors: int) -> tuple[bytes, list[int]]:
+    """Receive a note, still encoded, and as many descriptors at most; b"": the other end is closed.
+
+    Not by `socket.recv_fds`, which forgets its flags (CPython 3.11), so that whatever is started
+    meanwhile would inherit them.
+    """
+    found = array.array("i")
+    space = socket.CMSG_LEN(descriptors * found.itemsize)
+    data, ancillary, _, _ = source.recvmsg(LIMIT, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(content[: len(content) - len(content) % found.itemsize])
+    return data, list(found)

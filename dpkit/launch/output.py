@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import deque
 
 import trio
 
-KEPT = 20
-"""Lines kept: enough for most tracebacks' ends."""
+KEPT = 50
+"""Lines kept: a crash in native code is told by some thirty, and the first ones say most."""
 
 LONGEST = 4096
 """Bytes of a line; a longer one is cut in pieces, so that a flood without line ends stays small."""
+
+_LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)(?=[: ])")
 
 _CHUNK = 64 * 1024
 _BURST = 16  # chunks taken without a checkpoint: the pipe's own size, and what comes meanwhile
@@ -24,8 +27,8 @@ _BURST = 16  # chunks taken without a checkpoint: the pipe's own size, and what 
 class Output:
     """The reading end of a process's output. Lines go to the logger `dpkit.worker.NAME`.
 
-    They are warnings, which unconfigured logging shows on the host's own stderr: what a process
-    writes there is meant to be seen.
+    They have the level they begin with, as lines of `logging` do. Others are warnings, which
+    unconfigured logging shows on the host's own stderr: what is written there is meant to be seen.
     """
 
     def __init__(self, descriptor: int, name: str) -> None:
@@ -66,4 +69,9 @@ class Output:
             for start in range(0, max(len(line), 1), LONGEST):
                 text = line[start : start + LONGEST].decode(errors="replace")
                 self.lines.append(text)
-                self._logger.warning("%s", text)
+                self._logger.log(_level_of(text), "%s", text)
+
+
+def _level_of(line: str) -> int:
+    found = _LEVEL.match(line)
+    return logging.getLevelNamesMapping()[found[0]] if found else logging.WARNING

@@ -18,7 +18,7 @@ from attrs import define
 
 from dpkit import errors
 from dpkit.errors import ConfigError, DpkitError, LaunchFailed
-from dpkit.launch.notes import LIMIT, Born, End, Ended, Failed, Ready, decode_answer, encode
+from dpkit.launch.notes import Born, End, Ended, Failed, Ready, decode_answer, encode, receive
 from dpkit.launch.output import Output
 from dpkit.launch.process import ExitStatus
 from dpkit.nursery.services import open_services
@@ -203,9 +203,7 @@ class Tether:
         while True:
             await trio.lowlevel.wait_readable(self._leash)
             try:
-                data, descriptors, _, _ = socket.recv_fds(
-                    self._leash, LIMIT, _PIDFDS, socket.MSG_CMSG_CLOEXEC
-                )
+                data, descriptors = receive(self._leash, _PIDFDS)
             except (ConnectionResetError, BlockingIOError):
                 continue  # it went without reading all; what it said before is still to be read
             self._pidfds += descriptors

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dpkit.launch.inside import become_worker, freeze, run_job
 from dpkit.launch.keeper import keep
 from dpkit.launch.linux import signal_when_parent_dies
-from dpkit.launch.notes import LIMIT, Failed, decode_job, encode
+from dpkit.launch.notes import LIMIT, Failed, decode_job, encode, receive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,9 @@ def main() -> NoReturn:
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)  # the worker's own children have no use for them
     leash = socket.socket(fileno=descriptors[0])
-    if not signal_when_parent_dies(signal.SIGTERM, head) or not (data := leash.recv(LIMIT)):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the keeper listens to it
+    signal_when_parent_dies(signal.SIGTERM, head)  # of one that is dead already, the leash tells
+    if not (data := leash.recv(LIMIT)):
         os._exit(1)
     job = decode_job(data)
 
@@ -61,8 +63,7 @@ def _fork_workers(lifeline: int, requests: socket.socket, state: Any) -> None:
     freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for our children's exit codes
     while True:
-        flags = socket.MSG_CMSG_CLOEXEC
-        data, descriptors, _, _ = socket.recv_fds(requests, LIMIT, HANDED_OVER, flags)
+        data, descriptors = receive(requests, HANDED_OVER)
         if not data:
             return
         if len(descriptors) == HANDED_OVER:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 SHORT = 0.2
 """Seconds of grace for a worker that will not use them well."""
 
+_SOON = 0.05
+"""Seconds after which a signal has had its effect, if it has one."""
+
 _HERE = workers.__name__
 _PREPARE = f"{_HERE}:prepare"
 _STATE = {"word": "ready"}
@@ -128,6 +131,7 @@ class _Check:
         async with launcher.open_worker(f"{_HERE}:serve", path, name="obeying", grace=60) as worker:
             pids = await self._read(path)
             worker.send_signal(signal.SIGINT)
+            await trio.sleep(_SOON)
         rule = "Ctrl-C is the host's affair, and SIGTERM asks a worker to end"
         self.subject.demand(rule, worker.status == -15, f"{worker.status} instead of -15")
         self._demand_gone(pids)

@@ -92,6 +92,17 @@ def test_a_crash_is_survived_by_every_request() -> None:
     ]
 
 
+def test_a_worker_that_hangs_is_killed_and_replaced() -> None:
+    assert run("killable_workers.py").splitlines() == [
+        "first: prime no. 10 is 31, my answer no. 1",
+        "first: prime no. 10000 is 104743, my answer no. 2",
+        "first: prime no. -1 is None",
+        "first was killed by SIGKILL",
+        "second: prime no. 10 is 31, my answer no. 1",
+        "second exited with status 0",
+    ]
+
+
 def test_your_own_model_can_be_tested_as_ours_are() -> None:
     path = EXAMPLES / "test_your_engine.py"
     command = [sys.executable, "-m", "pytest", "-sq", "-p", "no:cacheprovider", str(path)]

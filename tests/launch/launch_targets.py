@@ -161,6 +161,11 @@ def report(state: Any) -> None:
     print(sorted(os.listdir("/proc/self/fd"), key=int)[:-1])  # noqa: PTH208 - the last is its own
 
 
+def report_what_a_child_inherits(_: Any) -> None:
+    program = "import os; print(len(os.listdir('/proc/self/fd')))"
+    subprocess.run([sys.executable, "-c", program], close_fds=False, check=True)
+
+
 def watch(_: Any, path: str) -> None:
     import trio  # noqa: PLC0415 - the others do without
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import dpkit
 from dpkit.testing.processes import descendants, is_alive
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def running(phase: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes],
     workers = 1 if phase in {"importing", "preparing", "spawning"} else 3
     files = [folder / str(number) for number in range(workers)]
     command = [sys.executable, str(HEAD), phase, str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}  # noqa: PTH109
+    environment = {**os.environ, "PYTHONPATH": str(Path(dpkit.__file__).parents[1])}
     with subprocess.Popen(
         command, start_new_session=True, env=environment, stderr=subprocess.DEVNULL
     ) as process:

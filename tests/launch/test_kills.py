@@ -48,6 +48,7 @@ async def open_family(
 
 
 def _children(pid: int) -> set[int]:
+    """Zombies too."""
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
@@ -138,8 +139,9 @@ async def test_leaving_has_a_limit_though_the_grace_is_long_and_the_task_is_canc
     opener: Any, tmp_path: Path
 ) -> None:
     async with opener(f"{HERE}:prepare", name="launcher") as launcher:
-        with trio.move_on_after(0.2) as scope:
+        with trio.CancelScope() as scope:
             async with open_family(launcher, tmp_path, grace=60) as (worker, _, family):
+                scope.cancel()
                 await trio.sleep_forever()
         assert scope.cancelled_caught
         assert worker.status == -signal.SIGTERM
@@ -178,3 +180,5 @@ async def test_a_hundred_kills_at_any_moment_leave_nothing(tmp_path: Path, until
                 for number in range(start, start + 20):
                     nursery.start_soon(once, number)
         await until(lambda: descendants(os.getpid()) == before)
+        assert zygote.pid is not None
+        assert not _children(zygote.pid), "no zombies either"

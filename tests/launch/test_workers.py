@@ -87,6 +87,26 @@ async def test_errors_of_preparing_come_out_where_a_spawned_worker_is_opened() -
                 pass
 
 
+@pytest.mark.parametrize("opener", [open_zygote, open_spawner])
+async def test_what_a_worker_starts_inherits_nothing_of_ours(opener: Any) -> None:
+    work = f"{HERE}:report_what_a_child_inherits"
+    async with (
+        opener(f"{HERE}:prepare", name="launcher") as launcher,
+        launcher.open_worker(work, name="worker") as worker,
+    ):
+        assert await worker.wait() == 0
+    assert worker.last_lines == ("4",), "standard ones, and the one it looks with"
+
+
+async def test_the_last_words_are_there_as_soon_as_the_status_is() -> None:
+    async with open_zygote(f"{HERE}:prepare", name="zygote") as zygote:
+        for number in range(30):
+            args = {"word": str(number)}
+            async with zygote.open_worker(f"{HERE}:say", args, name="worker") as worker:
+                await worker.wait()
+                assert worker.last_lines == (str(number),)
+
+
 async def test_what_a_worker_writes_is_logged_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
     async with open_zygote(f"{HERE}:prepare", name="zygote") as zygote:
         args = {"one": "first", "two": "second"}
@@ -96,6 +116,20 @@ async def test_what_a_worker_writes_is_logged_by_its_name(caplog: pytest.LogCapt
     said = [record for record in caplog.records if record.name == "dpkit.worker.engine-0"]
     assert [record.message for record in said] == ["first", "second"]
     assert {record.levelno for record in said} == {logging.WARNING}
+
+
+async def test_lines_of_a_workers_own_logging_keep_their_level(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    args = {"a": "INFO:app:hello", "b": "ERROR app: oh", "c": "DEBUGGING", "d": "INFORMATION"}
+    async with (
+        open_zygote(f"{HERE}:prepare", name="zygote") as zygote,
+        zygote.open_worker(f"{HERE}:say", args, name="engine-0") as worker,
+    ):
+        await worker.wait()
+    levels = [each.levelname for each in caplog.records if each.name == "dpkit.worker.engine-0"]
+    assert levels == ["INFO", "ERROR", "WARNING", "WARNING"]
 
 
 async def test_a_worker_never_writes_to_the_hosts_own_output(capfd: Any) -> None:
