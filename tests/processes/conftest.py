@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.processes.models import FLAGS, HEAD
+from tests.processes.models import FLAGS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,5 +18,4 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "flags"
     folder.mkdir()
     monkeypatch.setenv(FLAGS, str(folder))
-    monkeypatch.setenv(HEAD, str(os.getpid()))
     return folder

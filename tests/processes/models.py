@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,8 +25,6 @@ STEP_S = 0.005
 
 FLAGS = "DPKIT_TEST_FLAGS"
 """Environment variable: a folder that models of all processes of a test can see."""
-HEAD = "DPKIT_TEST_HEAD"
-"""Environment variable: the process of the test."""
 
 
 def first_time(what: str) -> bool:
@@ -38,8 +37,8 @@ def first_time(what: str) -> bool:
 
 
 def is_head() -> bool:
-    """Whether this is the process of the test, which makes a model for its tokenizer only."""
-    return os.environ.get(HEAD) == str(os.getpid())
+    """Whether a cluster is opened in this process, which makes a model for its tokenizer only."""
+    return "dpkit.nursery.cluster" in sys.modules
 
 
 def hold_the_gil() -> None:
@@ -164,4 +163,29 @@ class HangsWhileLoading(EchoModel):
 
     def __init__(self) -> None:
         if not is_head():
+            print("loads", flush=True)
             time.sleep(FOR_EVER_S)
+
+
+class Breathless(EchoModel):
+    """Computes in its engine's thread, and says so at its first step."""
+
+    inline: ClassVar[bool] = False
+
+    def execute(self, batch: Batch, cache: Any) -> StepResult:
+        if first_time("step"):
+            print("serves", flush=True)
+        return super().execute(batch, cache)
+
+
+class Choosy(EchoModel):
+    """Is loaded once, and takes any cache but one of seven blocks."""
+
+    def __init__(self) -> None:
+        if not is_head() and not first_time("loaded"):
+            raise RuntimeError("the file has been moved")
+
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
+        if num_blocks == 7:
+            raise MemoryError("seven blocks do not fit")
+        return super().allocate(num_blocks=num_blocks, block_size=block_size)

@@ -1,0 +1,161 @@
+"""`dpkit run` is killed, or asked to end, whatever it is at: no process is left, and no socket.
+
+Real programs: what they leave behind is looked for by a mark in their environment, so that nothing
+is overlooked that was started in the meantime or has another parent by now.
+"""
+
+# ruff: noqa: N802 - the reports' numbers are capitals
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from attrs import frozen
+
+from dpkit.testing.processes import is_alive
+from tests.processes.lab import group
+from tests.processes.models import FLAGS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MARK = "DPKIT_TEST_MARK"
+GONE_WITHIN_S = 2.0
+LIMIT_S = 15.0
+
+PHASES = {
+    "imports": ("echo", ""),
+    "loads": ("HangsWhileLoading", "loads"),
+    "starts": ("HangsAndSays", "and waits"),
+    "serves": ("Breathless", "serves"),
+}
+"""The model with which a program stays in that phase, and what is said there."""
+
+
+@frozen
+class Program:
+    """One `dpkit run`, and what it may leave behind."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    output: Path
+    folder: Path
+
+    def family(self) -> list[int]:
+        """Every living process that has come of it, but for itself."""
+        return [pid for pid in _marked(self.mark) if pid != self.process.pid]
+
+    def wait_for(self, said: str) -> None:
+        """Wait until it, or a process of its, says something; for nothing, until there is one."""
+        deadline = time.monotonic() + LIMIT_S
+        while said not in self.output.read_text() if said else not self.family():
+            assert time.monotonic() < deadline, f"no {said!r}: {self.output.read_text()}"
+            assert self.process.poll() is None, self.output.read_text()
+            time.sleep(0.001)
+
+    def check_nothing_left(self, *, early: bool = False) -> None:
+        """Check that all is gone in time, sockets too."""
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while left := self.family():
+            assert time.monotonic() < deadline, [_command(pid) for pid in left]
+            time.sleep(0.005)
+        left_there = list(self.folder.rglob("*"))
+        # Who is killed while it starts the first process has told nobody of its folder.
+        assert all(path.is_dir() for path in left_there)
+        if not early:
+            assert not left_there
+
+
+def _marked(mark: str) -> Iterator[int]:
+    entry = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            environment = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if entry in environment.split(b"\0") and is_alive(int(folder.name)):
+            yield int(folder.name)
+
+
+def _command(pid: int) -> str:
+    try:
+        return f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()}"
+    except OSError:
+        return f"{pid}"
+
+
+@contextmanager
+def running(tmp_path: Path, flags: Path, model: str, process: str) -> Iterator[Program]:
+    """Start it, with a folder for temporary files of its own; killed at the end, come what may."""
+    config, output, folder = tmp_path / "dpkit.toml", tmp_path / "output", tmp_path / "run"
+    folder.mkdir()
+    blocks = 7 if model == "HangsAndSays" else 10_000
+    more = f"kv.num_blocks = {blocks}"
+    config.write_text(group(model=model, count=3, process=process, more=more))
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TMPDIR": str(folder),
+        FLAGS: str(flags),
+        MARK: tmp_path.name,
+    }
+    endless = ["--prompt", "without end", "--max-tokens", "100000"]
+    with (
+        output.open("wb") as sink,
+        subprocess.Popen(
+            [sys.executable, "-m", "dpkit", "run", str(config), *endless * 6],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            env={**os.environ, **environment},
+        ) as process_,
+    ):
+        try:
+            yield Program(process_, tmp_path.name, output, folder)
+        finally:
+            process_.kill()
+
+
+@pytest.mark.parametrize(
+    "process", ["", pytest.param('start = "spawn", transport = "tcp"', marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("phase", PHASES)
+def test_F01_F02_a_head_that_is_killed_leaves_no_process_and_no_socket(
+    tmp_path: Path, flags: Path, phase: str, process: str
+) -> None:
+    model, said = PHASES[phase]
+    with running(tmp_path, flags, model, process) as program:
+        program.wait_for(said)
+        program.process.kill()
+        program.check_nothing_left(early=phase == "imports")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["", 'start = "spawn", transport = "tcp"'])
+@pytest.mark.parametrize("delay_ms", range(0, 1500, 60))
+def test_F01_at_whatever_moment(tmp_path: Path, flags: Path, delay_ms: int, process: str) -> None:
+    with running(tmp_path, flags, "Breathless", process) as program:
+        time.sleep(delay_ms / 1000)
+        program.process.kill()
+        program.check_nothing_left(early=True)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_G08_two_signals_end_it_whatever_it_is_at(tmp_path: Path, flags: Path, phase: str) -> None:
+    model, said = PHASES[phase]
+    with running(tmp_path, flags, model, "") as program:
+        program.wait_for(said)
+        program.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        program.process.send_signal(signal.SIGINT)
+        assert program.process.wait(LIMIT_S) in {130, -signal.SIGINT}, program.output.read_text()
+        program.check_nothing_left(early=phase == "imports")
+        assert "Traceback" not in program.output.read_text()
