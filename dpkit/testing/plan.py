@@ -10,13 +10,13 @@ import enum
 import random
 from typing import TYPE_CHECKING, NamedTuple
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from dpkit.config.load import parse_config
-from dpkit.names import PolicyName
+from dpkit.names import PolicyName, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from dpkit.config.schema import Config
 
@@ -25,6 +25,14 @@ HORIZON = 1.0
 
 BLOCKS = 24
 """Of the first engine's cache: room for two or three requests."""
+
+TEAM = "team"
+"""Target of what befalls the engines that restart together; the others are ``e0``, ``e1``, …"""
+
+INFLIGHT = (None, 4, 16)
+QUEUED = (4, 1024)
+BUDGETS = (0.0, 0.2, 1.0)
+"""What `admission` may say."""
 
 EVERYONE = "*"
 """Target of what befalls no engine in particular."""
@@ -43,6 +51,24 @@ class Blow(enum.StrEnum):
     STATS = "stats"  # that share of all stats is lost, others are late, doubled and reordered
     LEAVE = "leave"  # that share of those who read go away
     BURST = "burst"  # so many requests come at once
+    SCALE = "scale"  # the engine's group is to have `size` engines
+    RELOAD = "reload"  # new settings, by the number `size`; of the odd ones a group is replaced
+    DRAIN = "drain"  # nothing more is admitted; after `size` seconds all that is left is aborted
+
+
+WORLD_WIDE = {Blow.STATS, Blow.LEAVE, Blow.BURST, Blow.DRAIN}
+
+SIZES: Mapping[Blow, Callable[[random.Random], float]] = {
+    Blow.OUT_OF_MEMORY: lambda rng: rng.randint(1, 30),
+    Blow.STILLBORN: lambda rng: rng.randint(0, 1),
+    Blow.SLOW: lambda rng: rng.choice([3, 10, 100]),
+    Blow.STATS: lambda rng: rng.choice([0.1, 0.5, 1.0]),
+    Blow.LEAVE: lambda rng: rng.choice([0.3, 1.0]),
+    Blow.BURST: lambda rng: rng.randint(5, 20),
+    Blow.SCALE: lambda rng: rng.randint(0, 3),
+    Blow.RELOAD: lambda rng: rng.randint(0, 9),
+    Blow.DRAIN: lambda rng: rng.choice([0.05, 0.3, float("inf")]),
+}
 
 
 class Trouble(NamedTuple):
@@ -68,6 +94,7 @@ class Ask(NamedTuple):
     patience: float = float("inf")  # seconds after which its reader goes away
     pause: float = 0.0  # seconds that its reader takes for each output
     resume: bool = False
+    engine: str | None = None  # to which it is pinned
 
 
 @frozen(kw_only=True)
@@ -82,24 +109,47 @@ class Plan:
     max_queued: int
     asks: tuple[Ask, ...]
     troubles: tuple[Trouble, ...]
+    team: int = 0
+    """So many engines more, which restart together."""
+    intensity: int = 3
+    retries: int = 1
+    retry_budget: float = 0.2
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}: {self.engines} engines, {self.clients} clients, {self.policy}"]
+        engines = f"{self.engines} engines" + f" and a team of {self.team}" * bool(self.team)
+        lines = [f"seed {self.seed}: {engines}, {self.clients} clients, {self.policy}"]
         return "\n  ".join([*lines, *map(str, self.troubles)])
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The targets of troubles: a group of one each, and the team."""
+        return tuple(f"e{n}" for n in range(self.engines)) + (TEAM,) * bool(self.team)
 
-def config_of(plan: Plan, model: str) -> Config:
-    """The cluster of a plan: each engine has a cache of another size, by which it is known."""
+
+def config_of(plan: Plan, model: str, *, replaced: str = "") -> Config:
+    """The cluster of a plan: each group has caches of another size, by which it is known.
+
+    Args:
+        plan: The plan.
+        model: Name of the model of all engines.
+        replaced: A group that is not as it was, so that its engines are replaced by a reload.
+    """
     groups = [
         f"""
         [[engines]]
-        name = "e{number}"
+        name = "{group}"
+        count = {plan.team if group == TEAM else 1}
         model = "{model}"
         kv = {{ block_size = 4, num_blocks = {BLOCKS + number} }}
-        scheduler = {{ max_num_seqs = 4, max_num_batched_tokens = 32 }}
-        supervision = {{ step_timeout = "1s", backoff = "50ms" }}
+        scheduler.max_num_seqs = {3 if group == replaced else 4}
+        scheduler.max_num_batched_tokens = 32
+        [engines.supervision]
+        strategy = "{Strategy.ONE_FOR_ALL if group == TEAM else Strategy.ONE_FOR_ONE}"
+        step_timeout = "1s"
+        backoff = "50ms"
+        intensity = {plan.intensity}
         """
-        for number in range(plan.engines)
+        for number, group in enumerate(plan.groups)
     ]
     bound = "" if plan.max_inflight is None else f"max_inflight = {plan.max_inflight}"
     return parse_config(
@@ -109,9 +159,23 @@ def config_of(plan: Plan, model: str) -> Config:
         [admission]
         max_queued = {plan.max_queued}
         queue_timeout = "5s"
+        retries = {plan.retries}
+        retry_budget = {plan.retry_budget}
         {bound}
         {"".join(groups)}
         """
+    )
+
+
+def changed(plan: Plan, number: float) -> Plan:
+    """What a reload makes of a plan, by its number."""
+    rng = random.Random(f"{plan.seed}/reload {number:g}")  # noqa: S311 - no secrets
+    return evolve(
+        plan,
+        policy=rng.choice(list(PolicyName)),
+        max_inflight=rng.choice(INFLIGHT),
+        max_queued=rng.choice(QUEUED),
+        retry_budget=rng.choice(BUDGETS),
     )
 
 
@@ -124,49 +188,46 @@ def draw_plan(seed: int, *, requests: int = 24, troubles: int = 8) -> Plan:
         troubles: At most how many things go wrong.
     """
     rng = random.Random(f"{seed}/plan")  # noqa: S311 - no secrets
-    engines, clients = rng.randint(2, 4), rng.randint(1, 2)
-    asks = [draw_ask(rng, clients, rng.uniform(0, HORIZON)) for _ in range(requests)]
-    return Plan(
+    team = rng.choice([0, 0, 2, 3])
+    plan = Plan(
         seed=seed,
-        engines=engines,
-        clients=clients,
+        engines=rng.randint(1, 2) if team else rng.randint(2, 4),
+        team=team,
+        clients=rng.randint(1, 2),
         policy=rng.choice(list(PolicyName)),
-        max_inflight=rng.choice([None, 4, 16]),
-        max_queued=rng.choice([4, 1024]),
-        asks=tuple(sorted(asks)),
-        troubles=tuple(_draw_troubles(rng, engines, rng.randint(0, troubles))),
+        max_inflight=rng.choice(INFLIGHT),
+        max_queued=rng.choice(QUEUED),
+        intensity=rng.choice([0, 3, 3]),
+        retries=rng.choice([1, 1, 3]),
+        retry_budget=rng.choice(BUDGETS),
+        asks=(),
+        troubles=(),
     )
+    asks = [draw_ask(rng, plan, rng.uniform(0, HORIZON)) for _ in range(requests)]
+    found = [_draw_trouble(rng, plan.groups) for _ in range(rng.randint(0, troubles))]
+    return evolve(plan, asks=tuple(sorted(asks)), troubles=tuple(sorted(found)))
 
 
-def draw_ask(rng: random.Random, clients: int, at: float) -> Ask:
+def draw_ask(rng: random.Random, plan: Plan, at: float) -> Ask:
     """Make a request that comes at a given time."""
     hurried, careful = rng.random() < 0.2, rng.random() < 0.3
     return Ask(
         at=at,
-        client=rng.randrange(clients),
+        client=rng.randrange(plan.clients),
         prompt="".join(rng.choices("abcdefgh ", k=rng.randint(1, 40))),
         max_tokens=rng.randint(1, 24),
         timeout=rng.uniform(0.05, 1.0) if hurried else None,
         patience=rng.uniform(0.0, 0.5) if rng.random() < 0.2 else float("inf"),
         pause=rng.uniform(0.0, 0.1) if rng.random() < 0.2 else 0.0,
         resume=careful,
+        engine=f"{rng.choice(plan.groups)}-{rng.randint(0, 1)}" if rng.random() < 0.1 else None,
     )
 
 
-def _draw_troubles(rng: random.Random, engines: int, count: int) -> list[Trouble]:
-    sizes: dict[Blow, Callable[[], float]] = {
-        Blow.OUT_OF_MEMORY: lambda: rng.randint(1, 30),
-        Blow.STILLBORN: lambda: rng.randint(0, 1),
-        Blow.SLOW: lambda: rng.choice([3, 10, 100]),
-        Blow.STATS: lambda: rng.choice([0.1, 0.5, 1.0]),
-        Blow.LEAVE: lambda: rng.choice([0.3, 1.0]),
-        Blow.BURST: lambda: rng.randint(5, 20),
-    }
-    world_wide = {Blow.STATS, Blow.LEAVE, Blow.BURST}
-    found = []
-    for _ in range(count):
-        blow = rng.choice(list(Blow))
-        target = EVERYONE if blow in world_wide else f"e{rng.randrange(engines)}-0"
-        size = sizes[blow]() if blow in sizes else 0
-        found.append(Trouble(rng.uniform(0, HORIZON), blow, target, size))
-    return sorted(found)
+def _draw_trouble(rng: random.Random, groups: Sequence[str]) -> Trouble:
+    blow = rng.choice(list(Blow))
+    target = EVERYONE if blow in WORLD_WIDE else rng.choice(groups)
+    size = SIZES[blow](rng) if blow in SIZES else 0
+    # A drain ends what it comes upon, so let that have lived.
+    at = rng.uniform(HORIZON / 2 if blow is Blow.DRAIN else 0, HORIZON)
+    return Trouble(at, blow, target, size)

@@ -15,12 +15,12 @@ from attrs import evolve, frozen
 
 from dpkit._trio import seeded_scheduler
 from dpkit.engine.models.cost import CostModel
-from dpkit.errors import ClusterFailed
+from dpkit.errors import ClusterClosed, ClusterFailed, ConfigError, ScalingFailed
 from dpkit.nursery.cluster import open_cluster
 from dpkit.testing.faults import CRASH, GARBAGE, HANG, Fault, FaultKind, FaultyModel
 from dpkit.testing.history import History
 from dpkit.testing.links import Line, LineFaults, put_stats_on
-from dpkit.testing.plan import BLOCKS, EVERYONE, Blow, Plan, config_of, draw_ask
+from dpkit.testing.plan import BLOCKS, EVERYONE, Blow, Plan, changed, config_of, draw_ask
 from dpkit.testing.runs import RunFailed, run_once
 from dpkit.testing.wrapper import ModelOfEach, named
 
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 BAD_STATS = LineFaults(duplicate=0.2, delay=0.3, reorder=True)
 """What is wrong with stats that a trouble does not lose."""
+
+
+LEAVE_WITHIN_S = 0.3
+"""What engines that leave have not finished by then goes elsewhere."""
+
+_CHANGES = {Blow.SCALE, Blow.RELOAD, Blow.DRAIN}
 
 
 class WorldFailed(RunFailed):
@@ -68,8 +74,8 @@ def run_world(plan: Plan) -> WorldResult:
     """
     world = World(plan)
     try:
-        with named(world.model) as model:
-            world.config = config_of(plan, model)
+        with named(world.model) as world.name:
+            world.config = config_of(plan, world.name)
             cluster = run_once(World.run, world, scheduler=seeded_scheduler(plan.seed))
         world.history.check(cluster, bad_stats=True)
     except Exception as error:
@@ -83,10 +89,11 @@ class World:
     config: Config
 
     def __init__(self, plan: Plan) -> None:
-        self.history = History()
-        self.models = {f"e{n}-0": FaultyModel(CostModel("h100-32b")) for n in range(plan.engines)}
+        self.history = History(retries=plan.retries)
+        self.models = {group: FaultyModel(CostModel("h100-32b")) for group in plan.groups}
         sizes = {BLOCKS + number: model for number, model in enumerate(self.models.values())}
         self.model = self.history.model(ModelOfEach(sizes))
+        self.name = ""
         self._plan = plan
         self._failed = ""
         self._rng = random.Random(f"{plan.seed}/world")  # noqa: S311 - no secrets
@@ -138,6 +145,7 @@ class World:
                     max_tokens=ask.max_tokens,
                     timeout=ask.timeout,
                     resume=ask.resume,
+                    engine=ask.engine,
                 )
             finally:
                 del self._readers[scope]
@@ -145,7 +153,9 @@ class World:
     async def _befall(self, cluster: Cluster, nursery: trio.Nursery, trouble: Trouble) -> None:
         await trio.sleep_until(trouble.at)
         self.history.note("trouble", trouble.target, f"{trouble.blow} {trouble.size:g}")
-        if trouble.target != EVERYONE:
+        if trouble.blow in _CHANGES:
+            await self._change(cluster, trouble)
+        elif trouble.target != EVERYONE:
             _strike(self.models[trouble.target], trouble)
         elif trouble.blow is Blow.STATS:
             self._line.faults = evolve(BAD_STATS, loss=trouble.size)
@@ -155,8 +165,26 @@ class World:
                 scope.cancel()
         elif trouble.blow is Blow.BURST:
             for _ in range(round(trouble.size)):
-                ask = draw_ask(self._rng, self._plan.clients, trouble.at)
+                ask = draw_ask(self._rng, self._plan, trouble.at)
                 nursery.start_soon(self._ask, cluster, ask)
+
+    async def _change(self, cluster: Cluster, trouble: Trouble) -> None:
+        """Have an operator change the cluster; that it cannot be is an answer like any other."""
+        deadline, said = trio.current_time() + LEAVE_WITHIN_S, "done"
+        try:
+            match trouble.blow:
+                case Blow.SCALE:
+                    await cluster.scale(trouble.target, round(trouble.size), deadline=deadline)
+                case Blow.RELOAD:
+                    replaced = trouble.target if trouble.size % 2 else ""
+                    plan = changed(self._plan, trouble.size)
+                    config = config_of(plan, self.name, replaced=replaced)
+                    await cluster.apply(config, deadline=deadline)
+                case Blow.DRAIN:
+                    await cluster.drain(trio.current_time() + trouble.size)
+        except (ConfigError, ScalingFailed, ClusterClosed) as error:
+            said = type(error).__name__
+        self.history.note("changed", trouble.target, f"{trouble.blow} {said}")
 
 
 def _strike(model: FaultyModel, trouble: Trouble) -> None:
