@@ -74,7 +74,9 @@ def run_job(
     try:
         if job.prepare is not None:
             state = find(job.prepare)(**job.prepare_args)
-        if job.work is not None:
+        if job.work is None:
+            _freeze()
+        else:
             work = find(job.work)
     except BaseException as error:  # noqa: BLE001 - SystemExit too; the head will raise it
         if not isinstance(error, DpkitError):
@@ -95,7 +97,7 @@ def find(target: str) -> Callable[..., Any]:
     return found
 
 
-def freeze() -> None:
+def _freeze() -> None:
     """Keep the garbage collector away from what there is now, so that forks go on sharing it."""
     gc.collect()
     gc.freeze()

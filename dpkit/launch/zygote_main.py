@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dpkit.launch.inside import become_worker, freeze, run_job
+from dpkit.launch.inside import become_worker, run_job
 from dpkit.launch.keeper import keep
 from dpkit.launch.linux import signal_when_parent_dies
 from dpkit.launch.notes import LIMIT, Failed, decode_job, encode, receive
@@ -60,7 +60,6 @@ def _live(
 def _fork_workers(lifeline: int, requests: socket.socket, state: Any) -> None:
     """Fork one worker after the other, until the head is gone."""
     os.close(lifeline)
-    freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for our children's exit codes
     while True:
         data, descriptors = receive(requests, HANDED_OVER)
