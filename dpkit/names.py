@@ -5,6 +5,9 @@ A leaf module: it imports nothing of dpkit, so that every layer may share one sp
 
 import enum
 
+VLLM_VERSION = "0.33.0"
+"""The release of vLLM whose wire is spoken, and what an engine says that it is when it joins."""
+
 
 class PolicyName(enum.StrEnum):
     """Built-in balancing policies; any other policy is named ``"pkg.mod:Class"``."""
@@ -23,6 +26,7 @@ class EngineKind(enum.StrEnum):
 
     LOCAL = "local"  # a task in this process
     PROCESS = "process"  # a process of its own: what kills or hangs it stays there
+    VLLM = "vllm"  # wherever somebody starts it: it joins, and speaks vLLM's wire
 
 
 class Transport(enum.StrEnum):

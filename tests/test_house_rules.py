@@ -31,6 +31,7 @@ LAYERS = [
         "dpkit.wire.codec",
         "dpkit.wire.logprobs",
         "dpkit.wire.convert",
+        "dpkit.wire.foreign",
         "dpkit.wire.reports",
     ],
     [
@@ -59,7 +60,10 @@ LAYERS = [
         "dpkit.nursery.slot",
         "dpkit.nursery.hosts",
         "dpkit.nursery.launchers",
+        "dpkit.nursery.desks",
+        "dpkit.nursery.wirelife",
         "dpkit.nursery.remote",
+        "dpkit.nursery.joined",
         "dpkit.nursery.scribe",
         "dpkit.nursery.stream",
         "dpkit.nursery.submission",
@@ -85,6 +89,7 @@ SANS_IO = (
     "dpkit.wire.codec",
     "dpkit.wire.logprobs",
     "dpkit.wire.convert",
+    "dpkit.wire.foreign",
     "dpkit.wire.reports",
 )
 TORCH_HOME = "dpkit.engine.models.torch"

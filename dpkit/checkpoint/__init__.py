@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from dpkit.checkpoint.checkpoint import Checkpoint as Checkpoint
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
     """Read the model in a `.gguf` file or in a Hugging Face directory; weights stay on disk.
+
+    Without `weights`, a directory need have none: whoever has them is elsewhere.
 
     Raises:
         ModelUnsupported: a file is missing, damaged or of a kind that cannot be read; says which.
@@ -29,7 +31,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir():
         from dpkit.checkpoint.hf import read_directory  # noqa: PLC0415 - numpy only when needed
 
-        return read_directory(path)
+        return read_directory(path, weights=weights)
     from dpkit.checkpoint.gguf_hf import read_gguf  # noqa: PLC0415
 
     return read_gguf(path)

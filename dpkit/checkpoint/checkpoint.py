@@ -42,3 +42,15 @@ class Checkpoint:
     chat_template: str | None  # jinja2 source
     special_tokens: Mapping[str, str]  # bos_token, eos_token…: what a chat template may name
     tensors: TensorSource
+
+
+class NoWeights:
+    """The `TensorSource` of a model whose weights are elsewhere."""
+
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """None."""
+        return {}
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """There is nothing to read."""
+        raise KeyError(name)

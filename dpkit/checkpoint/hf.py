@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from dpkit.checkpoint.checkpoint import Checkpoint
+from dpkit.checkpoint.checkpoint import Checkpoint, NoWeights
 from dpkit.checkpoint.fields import Fields, parse_object, read_text
 from dpkit.checkpoint.safetensors import SafetensorsFolder, write_safetensors
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def read_directory(folder: Path) -> Checkpoint:
-    """Read a Hugging Face directory.
+def read_directory(folder: Path, *, weights: bool = True) -> Checkpoint:
+    """Read a Hugging Face directory; without `weights` it need have none.
 
     Raises:
         ModelUnsupported: a file that is needed is missing, or one is damaged; names it.
@@ -35,7 +35,7 @@ def read_directory(folder: Path) -> Checkpoint:
         tokenizer_json=read_text(folder / "tokenizer.json"),
         chat_template=_chat_template(folder, tokenizer_config),
         special_tokens=_special_tokens(tokenizer_config),
-        tensors=SafetensorsFolder(folder),
+        tensors=SafetensorsFolder(folder) if weights else NoWeights(),
     )
 
 

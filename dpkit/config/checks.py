@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CLASS_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
+_TCP_ADDRESS = re.compile(r"tcp://(?P<host>\*|[\w.-]+|\[[0-9A-Fa-f:.%]+\]):(?P<port>\*|\d{1,5})")
 _CLASS_PATH = re.compile(CLASS_PATH, re.ASCII)
 _PLAIN_MODEL = re.compile(r"\w[\w.-]*", re.ASCII)
 _KINDS = {
@@ -126,6 +127,20 @@ def policy_name(_instance: object, attribute: Attribute[Any], value: str) -> Non
         return
     problem = f"expected one of {one_of(PolicyName)} or 'pkg.mod:Class', got {quote(value)}"
     raise BadValue(problem + did_you_mean(value, PolicyName), key=attribute.name)
+
+
+def tcp_address(_instance: object, attribute: Attribute[Any], value: str) -> None:
+    """``tcp://HOST:PORT``, to listen at; a ``*`` is every host, or a port that is picked."""
+    match = _TCP_ADDRESS.fullmatch(value)
+    if match is None or (match["port"] != "*" and not 0 < int(match["port"]) < 2**16):
+        problem = f"expected an address such as 'tcp://10.0.0.1:29550', got {quote(value)}"
+        raise BadValue(problem, key=attribute.name)
+
+
+def host_and_port(address: str) -> tuple[str, str]:
+    """Take apart what `tcp_address` lets through."""
+    match = _TCP_ADDRESS.fullmatch(address)
+    return ("", "") if match is None else (match["host"], match["port"])
 
 
 def writable_path(_instance: object, attribute: Attribute[Any], value: str) -> None:

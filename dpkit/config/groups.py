@@ -7,10 +7,18 @@ A part of the schema (`dpkit.config.schema`), by the same rules.
 from attrs import field, frozen
 from attrs.validators import optional
 
-from dpkit.config.checks import Between, MadeOf, model_name
+from dpkit.config.checks import Between, MadeOf, model_name, tcp_address
 from dpkit.config.reasons import why
 from dpkit.config.units import Bytes, Seconds, show_duration, show_size
-from dpkit.names import Dtype, EngineKind, Quant, StartMethod, Strategy, Transport
+from dpkit.names import (
+    VLLM_VERSION,
+    Dtype,
+    EngineKind,
+    Quant,
+    StartMethod,
+    Strategy,
+    Transport,
+)
 
 
 @frozen(kw_only=True)
@@ -157,6 +165,65 @@ class ProcessConfig:
 
 
 @frozen(kw_only=True)
+class VllmConfig:
+    """Where engines of ``kind = "vllm"`` join, and when one of them counts as lost.
+
+    They are vLLM's own, or dpkit's behind the same wire, and somebody else starts them.
+    """
+
+    handshake: str | None = field(
+        default=None,
+        validator=optional(tcp_address),
+        metadata=why("No other kind has one. Where engines say HELLO, on this machine."),
+    )
+    host: str | None = field(
+        default=None,
+        validator=optional(MadeOf(r"[\w.:\[\]-]+", "a host name or an IP address")),
+        metadata=why(
+            "That of handshake. How engines reach this machine, if it listens at an address that "
+            "they cannot use as it stands."
+        ),
+    )
+    join_timeout: Seconds = field(
+        default=600.0,
+        validator=Between(0.001, 86_400.0, show=show_duration),
+        metadata=why(
+            "Large weights take minutes to load. How long a start waits for an engine, and the "
+            "engine may take from HELLO to READY. Who comes later is welcome all the same."
+        ),
+    )
+    dead_after: Seconds = field(
+        default=60.0,
+        validator=Between(0.001, 86_400.0, show=show_duration),
+        metadata=why(
+            "The wire has no heartbeat, and vLLM answers between two steps only: this is longer "
+            "than any step. An engine that says nothing for so long, though it was asked, is lost."
+        ),
+    )
+    abort_timeout: Seconds = field(
+        default=10.0,
+        validator=Between(0.001, 3600.0, show=show_duration),
+        metadata=why(
+            "An engine says with its next step that it has dropped a request. One that does not "
+            "has forgotten it, and nobody waits any more."
+        ),
+    )
+    version: str = field(
+        default=VLLM_VERSION,
+        validator=MadeOf(r"[\w.]+", "letters, digits and '.'"),
+        metadata=why(
+            "The release whose messages dpkit is tried with; an engine of another is refused. Name "
+            "another once you have tried it."
+        ),
+    )
+    max_message: Bytes = field(
+        default=64 * 2**20,
+        validator=Between(2**10, 2**31, show=show_size),
+        metadata=why("As for processes."),
+    )
+
+
+@frozen(kw_only=True)
 class EngineGroupConfig:
     """A group of `count` equal engines, called NAME-0, NAME-1 and so on."""
 
@@ -174,7 +241,8 @@ class EngineGroupConfig:
         default=EngineKind.LOCAL,
         metadata=why(
             'A task in this process: nothing to set up. "process": what kills or hangs an engine '
-            "stays in it, and engines compute side by side."
+            'stays in it, and engines compute side by side. "vllm": they are started elsewhere, '
+            "and join."
         ),
     )
     model: str = field(
@@ -198,3 +266,4 @@ class EngineGroupConfig:
     kv: KvConfig = field(factory=KvConfig)
     supervision: SupervisionConfig = field(factory=SupervisionConfig)
     process: ProcessConfig = field(factory=ProcessConfig)
+    vllm: VllmConfig = field(factory=VllmConfig)

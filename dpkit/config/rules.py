@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dpkit.config.checks import quote
+from dpkit.config.joining import joining
 from dpkit.config.units import parse_duration, show_duration
 from dpkit.errors import ConfigError
 from dpkit.names import Dtype, Quant
@@ -52,6 +53,7 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
         yield from _at_most(supervision, at, ("backoff", 0.1), ("backoff_max", 10.0))
     yield from _same_name(groups)
     yield from _other_model(groups)
+    yield from joining(groups)
     cluster = config.get("cluster") or {}
     yield from _phases(cluster)
     yield from _too_few_engines(cluster, config.get("engines") or ())

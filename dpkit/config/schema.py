@@ -21,6 +21,7 @@ from dpkit.config.groups import KvConfig as KvConfig  # noqa: PLC0414 - likewise
 from dpkit.config.groups import ProcessConfig as ProcessConfig  # noqa: PLC0414 - likewise
 from dpkit.config.groups import SchedulerConfig as SchedulerConfig  # noqa: PLC0414 - likewise
 from dpkit.config.groups import SupervisionConfig as SupervisionConfig  # noqa: PLC0414 - likewise
+from dpkit.config.groups import VllmConfig as VllmConfig  # noqa: PLC0414 - likewise
 from dpkit.config.reasons import why
 from dpkit.config.rules import Conflict, conflicts
 from dpkit.config.units import Seconds, show_duration

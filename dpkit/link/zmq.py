@@ -36,7 +36,13 @@ if TYPE_CHECKING:
 
     from dpkit.messages import EngineId, GenerateRequest
     from dpkit.nursery.inbox import Deliver
-    from dpkit.wire.structs import Envelope, WireOutput, WireRequest
+    from dpkit.wire.structs import (
+        EngineReport,
+        Envelope,
+        UtilityAnswer,
+        WireOutput,
+        WireRequest,
+    )
     from dpkit.wire.zsocket import ZSocket
 
 PROGRESS = "dpkit_progress"
@@ -44,12 +50,14 @@ PROGRESS = "dpkit_progress"
 
 
 @define(eq=False)
-class _Held:
+class Held:
     """A request that the engine has."""
 
     request_id: str
     asked: WireRequest
     link: ZmqLink
+    begun: bool = False
+    """Whether it has given a token, for whoever counts that."""
 
 
 class WireConnection:
@@ -64,6 +72,9 @@ class WireConnection:
         on_gone: Called when a request cannot be sent, since the engine's end is not there any more:
             it must be picked no more when this returns.
     """
+
+    limit_key = "engines.process.max_message"
+    """What errors say of `limit`."""
 
     def __init__(
         self,
@@ -82,6 +93,8 @@ class WireConnection:
         self.on_idle: Callable[[], None] = lambda: None
         """Called when the engine has nothing of ours left."""
         self.progress = Progress()
+        self.report: EngineReport | None = None
+        """What the engine has done, if it is counted here: dpkit's engines say it themselves."""
         self.late_outputs = 0
         """Outputs of requests that had been aborted by then; nobody gets them."""
         self._identity = rank_identity(rank)
@@ -89,7 +102,7 @@ class WireConnection:
         self._limit = limit
         self._on_stats = on_stats
         self._on_gone = on_gone
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, Held] = {}
         self._aborting: set[str] = set()  # the engine has not yet said that it has dropped them
         self._numbers = count()
 
@@ -122,7 +135,7 @@ class WireConnection:
                 request_id=request.request_id,
             )
         wire_id = f"{request.request_id}-{next(self._numbers):x}"
-        asked = to_wire(request, wire_id=wire_id)
+        asked = self._write(request, wire_id)
         frames = encode_input(Add(asked))
         self._refuse_large(request, sum(map(len, frames)))
         try:
@@ -130,15 +143,18 @@ class WireConnection:
         except EngineLost as error:
             self._on_gone(error)
             raise
-        self._held[wire_id] = _Held(request.request_id, asked, link)
+        self._held[wire_id] = Held(request.request_id, asked, link)
         return wire_id
+
+    def _write(self, request: GenerateRequest, wire_id: str) -> WireRequest:
+        return to_wire(request, wire_id=wire_id)
 
     def _refuse_large(self, request: GenerateRequest, size: int) -> None:
         """Refuse what the engine would not read: it would drop this connection, and all on it."""
         if size > self._limit:
             raise RequestRejected(
                 f"request {request.request_id} takes {size:,} bytes, and {self._limit:,} are the "
-                "most that an engine in a process reads (engines.process.max_message)",
+                f"most of one message to {self.engine} ({self.limit_key})",
                 request_id=request.request_id,
             )
 
@@ -182,9 +198,12 @@ class WireConnection:
         if isinstance(message, EngineDead):
             raise EngineLost(f"engine {self.engine} met an error", engine=self.engine)
         if message.utility_output is not None:
-            self.progress.answered(message.utility_output)
+            self._take_answer(message.utility_output)
         else:
             self._take_batch(message)
+
+    def _take_answer(self, answer: UtilityAnswer) -> None:
+        self.progress.answered(answer)
 
     def _take_batch(self, envelope: Envelope) -> None:
         if envelope.wave_complete is not None or envelope.start_wave is not None:
@@ -231,13 +250,16 @@ class WireConnection:
 
     def _take_end(self, wire_id: str) -> None:
         """The engine has nothing of this id any more."""
-        held = self._held.get(wire_id)
-        if held is not None:
-            raise WireError(
-                f"engine {self.engine} dropped request {held.request_id} without a word",
-                engine=self.engine,
-            )
+        if wire_id in self._held:
+            self._take_loss(wire_id)
         self._settle(wire_id)
+
+    def _take_loss(self, wire_id: str) -> None:
+        """The engine has nothing of this id any more, and has not said how it ended."""
+        raise WireError(
+            f"engine {self.engine} dropped request {self._held[wire_id].request_id} without a word",
+            engine=self.engine,
+        )
 
     def _settle(self, wire_id: str) -> None:
         self._aborting.discard(wire_id)

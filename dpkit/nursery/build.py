@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,13 @@ from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
 from dpkit.engine.core import EngineCore
-from dpkit.engine.models import load_face, load_model, load_tokenizer, loads_at_once
+from dpkit.engine.models import (
+    load_face,
+    load_model,
+    load_served,
+    load_tokenizer,
+    loads_at_once,
+)
 from dpkit.engine.publish import PublishGate
 from dpkit.names import EngineKind
 from dpkit.nursery.busyloop import BusyLoop
@@ -60,8 +68,11 @@ async def load_models(config: Config) -> Models:
     models: dict[ModelKey, Model | ModelFace] = {}
     for key in dict.fromkeys(map(model_key, config.engines)):
         kind, name, dtype, quant = key
-        loader = load_model if kind is EngineKind.LOCAL else load_face
-        load = partial(loader, name, dtype=dtype, quant=quant)
+        if kind is EngineKind.VLLM:
+            load = partial(load_served, name)
+        else:
+            loader = load_model if kind is EngineKind.LOCAL else load_face
+            load = partial(loader, name, dtype=dtype, quant=quant)
         # Weights take seconds, hence the thread. But while one works, a virtual clock sees nothing
         # to wait for and jumps to the next deadline: what is simulated must use none.
         models[key] = load() if loads_at_once(name) else await trio.to_thread.run_sync(load)
@@ -73,17 +84,21 @@ async def load_models(config: Config) -> Models:
 
 def threads_per_engine(config: Config, models: Models) -> int:
     """Let the engines that compute have the cores of this machine, each as many."""
-    computing = (g for g in config.engines if not getattr(models[model_key(g)], "inline", False))
+    ours = (group for group in config.engines if group.kind is not EngineKind.VLLM)
+    computing = (g for g in ours if not getattr(models[model_key(g)], "inline", False))
     engines = sum(group.count for group in computing)
     return max(1, len(os.sched_getaffinity(0)) // max(1, engines))
 
 
 def restarts(group: EngineGroupConfig) -> Restarts:
-    """How often the engines of a group are restarted."""
+    """How often the engines of a group are restarted.
+
+    Those that join as often as they come: to restart one is to wait for it, whoever starts it.
+    """
     asked = group.supervision
     return Restarts(
         strategy=asked.strategy,
-        intensity=asked.intensity,
+        intensity=sys.maxsize if group.kind is EngineKind.VLLM else asked.intensity,
         period=asked.period,
         backoff=asked.backoff,
         backoff_max=asked.backoff_max,
@@ -126,14 +141,16 @@ class Builder:
         held: bool = False,
     ) -> EngineSlot:
         """Make the place of engine `number` of a group; nothing lives there yet."""
+        joins = group.kind is EngineKind.VLLM
         return EngineSlot(
             first_epoch=first_epoch,
             held=held,
             name=f"{group.name}-{number}",
             rank=rank,
             model=group.model,
-            make_life=self._lives_of(group),
+            make_life=self._joined_lives(group, number) if joins else self._lives_of(group),
             step_timeout=group.supervision.step_timeout,
+            patience=group.vllm.join_timeout if joins else math.inf,
             membership=self._membership,
             events=self._events,
         )
@@ -178,6 +195,27 @@ class Builder:
                 engine=engine,
                 rank=rank,
                 host=host,
+                publish=self._publish,
+                gate=self._gate(),
+                on_lost=on_lost,
+            )
+
+        return make
+
+    def _joined_lives(self, group: EngineGroupConfig, number: int) -> MakeLife:
+        from dpkit.nursery.joined import JoinedLife  # noqa: PLC0415 - ZeroMQ only where needed
+
+        desk = self._launchers.desk(group)
+        spec = self._models[model_key(group)].spec
+
+        def make(engine: EngineId, rank: int, on_lost: Callable[[Exception], None]) -> JoinedLife:
+            return JoinedLife(
+                engine=engine,
+                index=rank,
+                rank=number,
+                desk=desk,
+                spec=spec,
+                model=group.model,
                 publish=self._publish,
                 gate=self._gate(),
                 on_lost=on_lost,

@@ -148,10 +148,12 @@ class Cluster:
         return tuple(problems)
 
     async def wait_ready(self) -> None:
-        """Wait until every engine serves or has been given up."""
+        """Wait until every engine serves, has been given up, or was waited for long enough."""
         await self._roster.wait_settled(self._slots)
         if self._roster.is_too_small:
             await trio.sleep_forever()  # a supervisor is about to say so, and to cancel this
+        if not self._started and self._roster.fail_if_absent():
+            await trio.sleep_forever()  # likewise
 
     async def drain(self, deadline: float = math.inf) -> None:
         """Admit no more requests, and wait until those under way have ended.

@@ -33,6 +33,7 @@ class EventKind(enum.StrEnum):
     ENGINE_STUCK = "engine_stuck"
     ENGINE_LOST = "engine_lost"
     ENGINE_DOWN = "engine_down"
+    ENGINE_ABSENT = "engine_absent"
     COORDINATOR_LOST = "coordinator_lost"
     REQUEST_RETRIED = "request_retried"
     REQUEST_RESUMED = "request_resumed"
@@ -46,6 +47,7 @@ class EventKind(enum.StrEnum):
 
 _LEVELS = {
     EventKind.ENGINE_STUCK: logging.ERROR,
+    EventKind.ENGINE_ABSENT: logging.WARNING,
     EventKind.REQUEST_RETRIED: logging.DEBUG,
     EventKind.REQUEST_RESUMED: logging.DEBUG,
     EventKind.RETRY_REFUSED: logging.DEBUG,

@@ -1,6 +1,7 @@
-"""The launchers of a cluster: one for each model that computes in processes, opened when needed.
+"""Where the engines of a cluster come from that do not live in it, opened when needed.
 
-A cluster without such engines has none, and imports no ZeroMQ.
+A launcher for each model that computes in processes, a desk for each group that joins. A cluster
+without such engines has none, and imports no ZeroMQ.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING
 from dpkit.names import EngineKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
     from dpkit.config.schema import EngineGroupConfig
     from dpkit.names import Dtype, Quant, StartMethod
+    from dpkit.nursery.desks import Desk
     from dpkit.nursery.hosts import ModelHost
     from dpkit.nursery.services import Services
 
@@ -21,17 +23,20 @@ if TYPE_CHECKING:
 
 
 class Launchers:
-    """Owns the hosts of all models, which are services once `start` was called."""
+    """Owns the hosts of all models and all desks, which are services once `start` was called."""
 
     def __init__(self) -> None:
         self._hosts: dict[HostKey, ModelHost] = {}
+        self._desks: dict[str, Desk] = {}  # by the name of their group
         self._services: Services | None = None
 
     def start(self, services: Services) -> None:
-        """Load every model there is an engine of, and from now on those to come."""
+        """Load every model there is an engine of and open every desk, now and from now on."""
         self._services = services
         for host in self._hosts.values():
             self._start(host)
+        for desk in self._desks.values():
+            self._open(desk)
 
     def host(self, group: EngineGroupConfig) -> ModelHost:
         """Where the processes of a group begin; groups of the same model share it."""
@@ -43,17 +48,32 @@ class Launchers:
             self._start(host)
         return self._hosts[key]
 
+    def desk(self, group: EngineGroupConfig) -> Desk:
+        """Where the engines of a group join."""
+        from dpkit.nursery.desks import Desk  # noqa: PLC0415 - see the top
+
+        if group.name not in self._desks:
+            self._desks[group.name] = desk = Desk(group)
+            self._open(desk)
+        return self._desks[group.name]
+
     async def wait_loaded(self) -> None:
-        """Wait until all models are loaded.
+        """Wait until all models are loaded and all desks are open.
 
         Raises:
-            ModelNotFound, ModelUnsupported, LaunchFailed: one cannot be had.
+            ModelNotFound, ModelUnsupported, LaunchFailed: a model cannot be had.
+            AddressFailed: the address of a desk cannot be listened at.
         """
+        for desk in list(self._desks.values()):
+            await desk.open_reception()
         for host in list(self._hosts.values()):
             await host.launcher()
 
-    def keep(self, groups: Iterable[EngineGroupConfig]) -> None:
-        """Let go of the models that none of these groups has."""
+    def keep(self, groups: Collection[EngineGroupConfig]) -> None:
+        """Let go of the models and desks that none of these groups has."""
+        joining = {group.name for group in groups if group.kind is EngineKind.VLLM}
+        for name in self._desks.keys() - joining:
+            self._desks.pop(name).stop()
         needed = {_key(group) for group in groups if group.kind is EngineKind.PROCESS}
         for key in self._hosts.keys() - needed:
             self._hosts.pop(key).stop()
@@ -61,6 +81,10 @@ class Launchers:
     def _start(self, host: ModelHost) -> None:
         if self._services is not None:
             self._services.start_soon(host.run, name=f"launcher of {host.name}")
+
+    def _open(self, desk: Desk) -> None:
+        if self._services is not None:
+            self._services.start_soon(desk.run, name=f"desk of {desk.name}")
 
 
 def _key(group: EngineGroupConfig) -> HostKey:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from attrs import asdict, define, evolve, field, frozen
 
 from dpkit.errors import ConfigError
-from dpkit.names import Strategy
+from dpkit.names import EngineKind, Strategy
 from dpkit.nursery.roster import Group, count_alive, refuse_few
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def make_plan(old: Config, new: Config) -> Plan:
     before, after = _settings(old), _settings(new)
     changed = [key for key in after if before[key] != after[key]]
     fixed = [f"{key}: cannot change while the cluster runs" for key in changed if key in _FIXED]
-    if fixed := [*fixed, *_tokenizer_changes(old, new)]:
+    if fixed := [*fixed, *_tokenizer_changes(old, new), *_other_desks(old, new)]:
         raise ConfigError(fixed)
     lines = [f"{key}: {before[key]!r} → {after[key]!r}" for key in changed]
     return Plan(changes=(*_group_changes(old, new), *lines))
@@ -89,6 +89,20 @@ def _tokenizer_changes(old: Config, new: Config) -> Iterator[str]:
             f"engines.{new.engines[0].name}.model: cannot change while the cluster runs: "
             f"prompts are encoded for {before!r}, the first group's model"
         )
+
+
+def _other_desks(old: Config, new: Config) -> Iterator[str]:
+    """Engines that joined cannot be replaced beside those that serve: they are the same ones."""
+    before = {group.name: group for group in old.engines}
+    for group in new.engines:
+        former = before.get(group.name)
+        if former is None or EngineKind.VLLM not in {former.kind, group.kind}:
+            continue
+        if is_other(former, group):
+            yield (
+                f"engines.{group.name}: engines that join cannot be replaced while the cluster "
+                "runs; only their number can change"
+            )
 
 
 def _has_bytes(model: str) -> bool:

@@ -8,56 +8,41 @@ and no other. The process itself is started and reaped by a launcher (`dpkit.lau
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.engine.core import EngineCoreStatistics
-from dpkit.errors import (
-    DpkitError,
-    EngineLost,
-    InternalError,
-    LaunchFailed,
-    WireError,
-    describe,
-)
-from dpkit.link.zmq import WireConnection, ZmqLink
-from dpkit.messages import EngineStats, StepReport
-from dpkit.wire.codec import rank_identity
-from dpkit.wire.structs import EngineReport, SchedulerStats
+from dpkit.errors import EngineLost, LaunchFailed
+from dpkit.link.zmq import WireConnection
+from dpkit.nursery.wirelife import WireLife
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Callable, Iterable
 
     from dpkit.abc import Worker
     from dpkit.engine.publish import PublishGate
-    from dpkit.messages import EngineId
+    from dpkit.messages import EngineId, EngineStats
     from dpkit.nursery.hosts import EngineHost
-    from dpkit.nursery.inbox import Deliver
     from dpkit.wire.frontend import FrontendSockets
-    from dpkit.wire.zsocket import ZSocket
 
 ASK_EVERY_S = 1.0
 """How often an engine is asked how far it is, or a quarter of `step_timeout` if that is less."""
 
-_DEATH_S = 0.5
-"""Longer than it takes from the end of a process until its parent knows."""
 
-
-class RemoteLife:
-    """A `dpkit.nursery.life.Life` in another process; `run` is its task.
+class RemoteLife(WireLife):
+    """A life in another process. Arguments as of `WireLife`, and these.
 
     Args:
-        engine: The incarnation this life is known by.
-        rank: Of the engine in the cluster.
+        rank: Of the engine in the cluster, and on the wire.
         host: Starts the process, and binds the sockets.
-        publish: Takes its stats, synchronously. None: nothing is published.
-        gate: Says when the counts have changed enough to be published.
-        on_lost: Told that this life is over, before its requests are.
+
+    Error handling of `run`:
+        LaunchFailed: it did not come up in time, or died meanwhile. EngineLost: it died, or met an
+        error. WireError: it said what cannot be read. ModelNotFound and others: what loading the
+        model raised.
     """
 
-    is_interruptible = True  # whatever it does, its process can be killed
+    last_words_s = 0.5  # longer than it takes from the end of a process until its parent knows
 
     def __init__(
         self,
@@ -69,24 +54,19 @@ class RemoteLife:
         gate: PublishGate,
         on_lost: Callable[[Exception], None],
     ) -> None:
-        self.engine = engine
-        self.limits = host.limits
-        self.ready = trio.Event()
-        self.ended = trio.Event()
-        self.cause: Exception | None = None
-        self._rank = rank
+        super().__init__(
+            engine=engine,
+            index=rank,
+            rank=rank,
+            limits=host.limits,
+            publish=publish,
+            gate=gate,
+            on_lost=on_lost,
+        )
         self._host = host
         self._ask_every = min(ASK_EVERY_S, host.group.supervision.step_timeout / 4)
-        self._publish = publish
-        self._gate = gate
-        self._on_lost = on_lost
-        self._seq = 0
-        self._closed = False
-        self._connection: WireConnection | None = None
         self._worker: Worker | None = None
         self._is_explained = True  # how its process ended is said in its cause, or is beside it
-        self._finished = trio.Event()
-        self._scope = trio.CancelScope()
 
     def __repr__(self) -> str:
         state = "ended" if self.ended.is_set() else "ready" if self.ready.is_set() else "starting"
@@ -108,30 +88,6 @@ class RemoteLife:
         """When what the engine is at began, as far as it has said."""
         return None if self._connection is None else self._connection.progress.step_started_at
 
-    async def run(self) -> None:
-        """Launch the process and serve, until closed and nothing is left to do.
-
-        Error handling:
-            LaunchFailed: it did not come up in time, or died meanwhile. EngineLost: it died, or
-            met an error. WireError: it said what cannot be read. ModelNotFound and others: what
-            loading the model raised.
-        """
-        try:
-            with self._scope:
-                await self._live()
-            self._note_if_late()
-        except Exception as error:  # noqa: BLE001 - raised below, as its first cause
-            self._end_with(error)
-        except BaseException:  # a cancellation, perhaps in a group
-            self.lose(EngineLost(f"engine {self.engine} was stopped", engine=self.engine))
-            raise
-        finally:
-            self.close()
-            self.ended.set()
-        if self.cause is not None:
-            self._explain()
-            raise self.cause
-
     async def _live(self) -> None:
         async with self._host.open_sockets(self._rank) as sockets:
             ready_by = trio.current_time() + self._host.group.process.start_timeout
@@ -149,7 +105,7 @@ class RemoteLife:
                 await self._finished.wait()
                 nursery.cancel_scope.cancel()
 
-    def _note_if_late(self) -> None:
+    def _note_end_of_scope(self) -> None:
         """Tell the end at the deadline of the start from one that was asked for."""
         if self._scope.cancelled_caught and self._scope.deadline < math.inf and not self._closed:
             self._end_with(self._late("its process is not prepared"))
@@ -162,23 +118,6 @@ class RemoteLife:
             engine=self.engine,
         )
 
-    @trio.lowlevel.enable_ki_protection
-    async def _guard(self, task: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Run one of this life's tasks; what it raises ends the life, and goes into no group."""
-        try:
-            await task(*args)
-        except Exception as error:  # noqa: BLE001 - it comes out of `run`
-            self._end_with(self._judge(error))
-
-    def _judge(self, error: Exception) -> Exception:
-        """What ended this life: what the world did as it is, all else as the bug that it is."""
-        if isinstance(error, DpkitError) or not self.ready.is_set():
-            return error
-        message = f"engine {self.engine} broke down: {describe(error)}"
-        bug = InternalError(message, engine=self.engine)
-        bug.__cause__ = error
-        return bug
-
     async def _serve(
         self, sockets: FrontendSockets, nursery: trio.Nursery, ready_by: float
     ) -> None:
@@ -186,21 +125,20 @@ class RemoteLife:
             await sockets.welcome(self._rank, ready_by)
         except LaunchFailed as error:
             raise self._late(str(error)) from error
-        connection = self._connection = WireConnection(
+        most = self._host.group.process.max_message
+        connection = WireConnection(
             self.engine,
             self._rank,
             sockets.input,
-            limit=self._host.group.process.max_message,
+            limit=most,
             on_stats=self._on_stats,
             on_gone=self._note_gone,
         )
-        connection.on_idle = self._note_idle
-        connection.closed = self._closed
-        self.ready.set()
-        self._note_idle()  # it may have been closed already
+        self._attach(connection)
+        self._begin()
         nursery.start_soon(self._guard, self._ask, connection)
         for socket in (sockets.input, sockets.output):
-            nursery.start_soon(self._guard, self._watch_link, socket)
+            nursery.start_soon(self._guard, self._watch_link, socket, most, connection.limit_key)
         for socket in (sockets.input, sockets.handshake):
             nursery.start_soon(self._guard, socket.pump, self._refuse)
         try:
@@ -210,41 +148,14 @@ class RemoteLife:
             raise
 
     def _note_gone(self, error: EngineLost) -> None:
-        """A request met the end of this life before its watchers did."""
         self._is_explained = False
-        self._end_with(error)
+        super()._note_gone(error)
 
     def _explain(self) -> None:
         """Say how the process ended, where only others have said yet that it did."""
         if not self._is_explained:
             self.cause = EngineLost(f"{self.cause}: {self._how_it_ended()}", engine=self.engine)
             self._is_explained = True
-
-    def _refuse(self, frames: list[bytes]) -> None:
-        """Take what comes where nothing may: once it is ready, an engine speaks by one socket."""
-        if frames[0] == rank_identity(self._rank):  # else a stranger's
-            raise WireError(
-                f"engine {self.engine} broke the protocol: it is ready, and introduces itself anew",
-                engine=self.engine,
-            )
-
-    async def _watch_link(self, socket: ZSocket) -> None:
-        """End this life when the engine's end of a socket is gone: what was under way is lost."""
-        most = self._host.group.process.max_message
-
-        def refuse(_: str) -> Never:
-            raise WireError(
-                f"engine {self.engine} dropped its connection, or was dropped for a message of "
-                f"more than {most:,} bytes (engines.process.max_message)",
-                engine=self.engine,
-            )
-
-        try:
-            await socket.watch_peers(on_drop=refuse)
-        except WireError:
-            # Most often its process has ended, which is about to be known and says more.
-            await trio.sleep(_DEATH_S)
-            raise
 
     async def _watch_process(self, worker: Worker) -> None:
         await worker.wait()
@@ -270,115 +181,11 @@ class RemoteLife:
             connection.ask_progress()
             await trio.sleep(self._ask_every)
 
-    def _on_stats(self, stats: SchedulerStats) -> None:
-        running, waiting = stats.num_running_reqs, stats.num_waiting_reqs
-        if self._publish is None or not self._gate.due(running, waiting, stats.kv_cache_usage):
-            return
-        self._seq += 1
-        self._publish(
-            EngineStats(
-                engine=self.engine,
-                index=self._rank,
-                seq=self._seq,
-                waiting=waiting,
-                running=running,
-                kv_cache_usage=stats.kv_cache_usage,
-                current_wave=stats.current_wave,
-                step_counter=stats.step_counter,
-                report=self.report(),
-            )
-        )
-
-    def _note_idle(self) -> None:
-        if self._closed and self._connection is not None and self._connection.is_idle:
-            self._finished.set()
-
-    # The end.
-
-    def close(self) -> None:
-        """Take nothing new, and end when what is there is finished; idempotent."""
-        self._closed = True
-        if self._connection is not None:
-            self._connection.closed = True
-            self._note_idle()
-        elif not self.ready.is_set():
-            self._scope.cancel()  # there is nothing to finish, and a start may take minutes
-
     def lose(self, cause: Exception) -> None:
         """Give this life up, whatever it does: its process is killed; idempotent."""
-        self._end_with(cause)
+        super().lose(cause)
         if self._worker is not None:
             self._worker.kill()
-
-    def abandon(self) -> None:
-        """Nothing: a process that does not end is killed as it is."""
-
-    @trio.lowlevel.enable_ki_protection
-    def _end_with(self, cause: Exception) -> None:
-        """This life is over: first whoever places requests is told, then the requests are."""
-        if self.cause is not None:
-            return
-        self.cause = cause
-        self.close()
-        self._on_lost(cause)
-        if self._connection is not None:
-            self._connection.fail_all(cause, describe(cause))
-        self._scope.cancel()
-
-    # What is known of it.
-
-    def link(self, deliver: Deliver) -> ZmqLink:
-        """A link to this life for one client."""
-        assert self._connection is not None, "an engine is linked when it is ready"  # noqa: S101
-        return ZmqLink(self._connection, deliver)
-
-    def statistics(self) -> EngineCoreStatistics:
-        """What the engine has done since its birth, by its newest word."""
-        stats, said = self._stats, self._said
-        return EngineCoreStatistics(
-            running=0 if self.cause else stats.num_running_reqs,
-            waiting=0 if self.cause else stats.num_waiting_reqs,
-            kv_cache_usage=0.0 if self.cause else stats.kv_cache_usage,
-            free_blocks=self.limits.num_blocks if self.cause else said.free_blocks,
-            num_blocks=self.limits.num_blocks,
-            peak_kv_usage=said.peak_kv_usage,
-            steps=said.steps,
-            requests_finished=said.requests_finished,
-            requests_aborted=said.requests_aborted,
-            requests_refused=said.requests_refused,
-            prompt_tokens=said.prompt_tokens,
-            output_tokens=said.output_tokens,
-            preemptions=said.preemptions,
-            prefix_hit_tokens=said.prefix_hit_tokens,
-            steps_halved=said.steps_halved,
-        )
-
-    def report(self) -> StepReport:
-        """How much work its requests are, by its newest word."""
-        said = self._said
-        return StepReport(
-            step_time_s=said.step_time_s,
-            unprefilled_tokens=said.unprefilled_tokens,
-            context_tokens=said.context_tokens,
-        )
-
-    def audit(self, charged: AbstractSet[str]) -> Iterator[str]:
-        """What is charged to it against what was sent there, and against its own word when idle."""
-        held = set(self._connection.held) if self._connection is not None else set()
-        yield from (f"{name} is charged to {self.engine}, which lost it" for name in charged - held)
-        yield from (f"{name} is on {self.engine}, charged to nobody" for name in held - charged)
-        if self._connection is not None and self.cause is None:
-            yield from self._connection.contradictions()
-
-    @property
-    def _stats(self) -> SchedulerStats:
-        return SchedulerStats() if self._connection is None else self._connection.stats
-
-    @property
-    def _said(self) -> EngineReport:
-        said = self._stats.dpkit
-        idle = EngineReport(free_blocks=self.limits.num_blocks)
-        return said if isinstance(said, EngineReport) else idle
 
 
 def gist(lines: Iterable[str]) -> str:

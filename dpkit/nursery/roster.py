@@ -171,8 +171,18 @@ class Roster:
             names = ", ".join(slot.name for slot in team)
             self._services.start_soon(self._supervise, group, team, name=f"engine {names}")
 
+    def fail_if_absent(self) -> bool:
+        """Have the cluster fail if too few engines have come; whether it does."""
+        absent = [slot for slot in self.slots if slot.is_absent]
+        too_few = bool(absent) and count_alive(self.slots) - len(absent) < self.min_ready
+        if too_few and self._services is not None:
+            error = absent[0].last_error
+            assert error is not None  # noqa: S101 - what it is absent for
+            self._services.fail(error, f"engine {absent[0].name}")
+        return too_few
+
     async def wait_settled(self, slots: Iterable[EngineSlot]) -> None:
-        """Wait until each engine is ready or has been given up."""
+        """Wait until each engine is ready, has been given up, or was waited for long enough."""
         for slot in slots:
             await slot.settled.wait()
 
@@ -306,7 +316,7 @@ def _resized(config: EngineGroupConfig, count: int) -> EngineGroupConfig:
 
 def _refuse_failures(slots: Sequence[EngineSlot]) -> None:
     for slot in slots:
-        if slot.state is EngineState.DOWN:
+        if slot.state is EngineState.DOWN or slot.is_absent:
             raise ScalingFailed(
                 f"engine {slot.name} did not come up: {slot.statistics().last_error}; "
                 "the new engines are gone again, the others serve on"

@@ -7,13 +7,14 @@ nothing of balancing or of other slots.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
 from attrs import frozen
 
-from dpkit.errors import EngineLost, describe
+from dpkit.errors import EngineLost, LaunchFailed, describe
 from dpkit.messages import EngineId
 from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
@@ -82,6 +83,8 @@ class EngineSlot:
         first_epoch: Of the first life: an engine that takes over from one of its name goes on
             counting, so that no incarnation is there twice.
         held: Be ready, and wait for `admit` before serving.
+        patience: Seconds from the beginning of its first life for which others wait for an engine
+            that somebody else starts. It may come later all the same.
     """
 
     def __init__(
@@ -96,12 +99,15 @@ class EngineSlot:
         events: EventLog,
         first_epoch: int = 0,
         held: bool = False,
+        patience: float = math.inf,
     ) -> None:
         self.name = name
         self.rank = rank
         self.state = EngineState.STARTING
         self.settled = trio.Event()
-        """Set once the engine has been ready for the first time, or is down for good."""
+        """Set once the engine has been ready for the first time, is down for good, or is absent."""
+        self.is_absent = False
+        """It was waited for, in vain so far."""
         self.restarts = 0
         self.last_error: Exception | None = None
         self.peers: Sequence[EngineSlot] = ()
@@ -113,6 +119,8 @@ class EngineSlot:
         self._events = events
         self._first_epoch = first_epoch
         self._is_admitted = not held
+        self._patience = patience
+        self._patient_until = math.inf
         self._retired = trio.Event()
         self._past = EngineTotals()  # of the lives before the present one
         self._finished = trio.Event()  # retired, and no request is left here
@@ -136,7 +144,9 @@ class EngineSlot:
         if self._retired.is_set():
             self.end()
             return
-        if number:
+        if number == 0:
+            self._patient_until = trio.current_time() + self._patience
+        else:
             self.restarts += 1
             self.state = EngineState.STARTING
             self._past = self._past.and_life(self.life.statistics())
@@ -236,6 +246,8 @@ class EngineSlot:
 
             nursery.start_soon(serve, name=f"life of {life.engine}")
             nursery.start_soon(self._announce, life, name=f"announce {life.engine}")
+            if self._patience < math.inf:
+                nursery.start_soon(self._lose_patience, life, name=f"patience with {life.engine}")
             nursery.start_soon(self._watch, life, nursery.cancel_scope, name=f"watch {life.engine}")
 
     @trio.lowlevel.enable_ki_protection
@@ -250,9 +262,26 @@ class EngineSlot:
             f"{limits.max_num_seqs} sequences and {limits.max_num_batched_tokens} tokens a step"
         )
         self._events.emit(EventKind.ENGINE_READY, engine=life.engine, detail=detail)
+        self.is_absent = False
         self.settled.set()
         if self._is_admitted:
             self._join()
+
+    @trio.lowlevel.enable_ki_protection
+    async def _lose_patience(self, life: Life) -> None:
+        await trio.sleep_until(self._patient_until)
+        if not self.settled.is_set():
+            self.is_absent = True
+            if self.last_error is None:
+                self.last_error = LaunchFailed(
+                    f"engine {life.engine} has not joined within {self._patience:g} s "
+                    f"(engines.vllm.join_timeout): {life!r}",
+                    engine=life.engine,
+                )
+            self._events.emit(
+                EventKind.ENGINE_ABSENT, engine=life.engine, detail=describe(self.last_error)
+            )
+            self.settled.set()
 
     def _join(self) -> None:
         life = self.life

@@ -66,7 +66,7 @@ class RestartWindow:
         recent.append((now, error))
         if restarts >= policy.intensity:
             return None
-        wait = min(policy.backoff_max, policy.backoff * 2.0**restarts)
+        wait = min(policy.backoff_max, policy.backoff * 2.0 ** min(restarts, 1000))
         if self.rng is not None:
             wait *= 1 + policy.jitter * self.rng.uniform(-1, 1)
         return wait

@@ -13,10 +13,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from dpkit.names import VLLM_VERSION as VLLM_VERSION  # noqa: PLC0414 - whose layout this is
 from dpkit.wire.tensors import Tensor  # noqa: TC001 - decoders read the annotations
-
-VLLM_VERSION = "0.33.0"
-"""The release whose layout this is; also what an engine says it is in its ready response."""
 
 # What an engine makes is checked on reading. What a user says is not, but by the engine: a value
 # out of range refuses the request, and must not end the connection of a frontend with many users.
@@ -129,6 +127,7 @@ class SamplingMap(Struct, kw_only=True, omit_defaults=True):
     logprobs: int | None = None  # -1: all
     prompt_logprobs: int | None = None
     eos_token_id: int | None = field(default=None, name="_eos_token_id")
+    all_stop_token_ids: Any = field(default=(), name="_all_stop_token_ids")  # written only
     logit_bias: dict[int, float] | None = None
     extra_args: dict[str, Any] | None = None
 

@@ -65,6 +65,24 @@ def load_face(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NONE
     return TorchFace(name, dtype=dtype, quant=quant)
 
 
+def load_served(name: str) -> ModelFace:
+    """Load what must be known of a model that others serve; `name` as of `load_model`.
+
+    Of real weights just their config and tokenizer are needed, whatever the architecture. Imports
+    no torch.
+
+    Raises:
+        ModelNotFound, ModelUnsupported: it is not here, or its tokenizer cannot be read.
+    """
+    if name == "echo" or name.startswith("cost:") or _CLASS_PATH.fullmatch(name):
+        return load_model(name)
+    try:
+        from dpkit.engine.models.served import ServedFace  # noqa: PLC0415 - numpy, tokenizers
+    except ModuleNotFoundError as error:
+        raise _missing(name, error) from error
+    return ServedFace(name)
+
+
 def loads_at_once(name: str) -> bool:
     """Whether a model costs no time to load: it has no weights, and its code is imported already.
 

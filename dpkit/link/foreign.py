@@ -1,0 +1,251 @@
+"""The head's end of one life of an engine that joined: vLLM's own, or dpkit's by the same wire.
+
+Beyond `dpkit.link.zmq` it does what vLLM's frontend does before an engine sees a request, keeps the
+counts that such an engine does not tell, and waits for nothing that an engine may forget: neither
+an answer nor the word that an aborted request is dropped. Waits only in `call`; whoever owns the
+sockets pumps and looks at the clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import trio
+from attrs import define, field
+from msgspec.structs import replace
+
+from dpkit.engine.checks import find_problem
+from dpkit.errors import EngineLost, RequestRejected
+from dpkit.link.zmq import WireConnection
+from dpkit.wire.codec import Abort, Utility, encode_input
+from dpkit.wire.foreign import to_vllm
+from dpkit.wire.structs import EngineReport, FinishCode, UtilityCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dpkit.engine.limits import EngineLimits
+    from dpkit.errors import DpkitError
+    from dpkit.link.zmq import Held
+    from dpkit.messages import EngineId, GenerateRequest, ModelSpec
+    from dpkit.wire.structs import SchedulerStats, UtilityAnswer, WireOutput, WireRequest
+    from dpkit.wire.zsocket import ZSocket
+
+QUESTION = "is_scheduler_paused"
+"""A call that every engine answers, at no cost, between two steps: the only sign of life."""
+
+_log = logging.getLogger(__name__)
+
+
+@define(eq=False)
+class _Call:
+    """A utility call that has no answer yet."""
+
+    answered: trio.Event = field(factory=trio.Event)
+    answer: UtilityAnswer | None = None
+
+
+class ForeignConnection(WireConnection):
+    """One life of an engine that joined, as its head sees it.
+
+    Args:
+        engine: The incarnation at the other end.
+        rank: By which the socket knows it.
+        socket: A ROUTER that the engine has connected to.
+        limits: What the engine said that it can hold.
+        spec: What is known of the model here: its end tokens above all.
+        limit: Bytes that one message may have, in either direction.
+        on_stats: As of `WireConnection`.
+        on_gone: As of `WireConnection`.
+    """
+
+    limit_key = "engines.vllm.max_message"
+
+    def __init__(
+        self,
+        engine: EngineId,
+        rank: int,
+        socket: ZSocket,
+        *,
+        limits: EngineLimits,
+        spec: ModelSpec,
+        limit: int,
+        on_stats: Callable[[SchedulerStats], None],
+        on_gone: Callable[[EngineLost], None],
+    ) -> None:
+        super().__init__(engine, rank, socket, limit=limit, on_stats=on_stats, on_gone=on_gone)
+        self._counts = EngineReport(free_blocks=limits.num_blocks, num_blocks=limits.num_blocks)
+        self.report = self._counts
+        self.unacknowledged = 0
+        """Aborted requests of which the engine never said that it has dropped them."""
+        self.asked_at: float | None = None
+        """When the question was asked that has no answer yet."""
+        self.current_wave = 0
+        """The newest wave heard of; each request is stamped with it."""
+        self._limits = limits
+        self._spec = spec
+        self._eos_token_ids = frozenset(i for i in spec.eos_token_ids if i < spec.vocab_size)
+        self._calls: dict[int, _Call] = {}
+        self._call_ids = count(1)
+        self._question = 0  # the id of the newest one
+        self._aborted_at: dict[str, float] = {}  # in the order of time
+
+    # To the engine.
+
+    def _write(self, request: GenerateRequest, wire_id: str) -> WireRequest:
+        """Check and complete a request, as nobody does behind this."""
+        problem = find_problem(request, self._limits, self._spec)
+        if problem is not None:
+            self._counts.requests_refused += 1
+            raise RequestRejected(f"cannot serve request: {problem}", request_id=request.request_id)
+        return to_vllm(
+            request,
+            wire_id=wire_id,
+            eos_token_ids=self._eos_token_ids,
+            arrival_time=time.time(),
+            current_wave=self.current_wave,
+        )
+
+    def abort(self, wire_id: str) -> None:
+        """Have the engine drop a request; what it still says of it reaches nobody. Idempotent."""
+        if wire_id in self._held:
+            self._counts.requests_aborted += 1
+            self._aborted_at[wire_id] = trio.current_time()
+        super().abort(wire_id)
+
+    def forget_aborted(self, before: float) -> None:
+        """Wait no more for the word that requests are dropped that were aborted before a time.
+
+        An engine that has forgotten them would keep this life from ever being idle.
+        """
+        while self._aborted_at:
+            wire_id, when = next(iter(self._aborted_at.items()))
+            if when > before:
+                return
+            if not self.unacknowledged:
+                _log.warning(
+                    "engine %s does not say that it has dropped the aborted request %r: "
+                    "nobody waits for that any more (engines.vllm.abort_timeout)",
+                    *(self.engine, wire_id),
+                )
+            self.unacknowledged += 1
+            self._settle(wire_id)
+
+    def ask(self) -> None:
+        """Ask for a sign of life, unless the last question has no answer yet."""
+        if self.asked_at is None:
+            self._question = next(self._call_ids)
+            self.asked_at = trio.current_time()
+            with suppress(EngineLost):  # whoever watches the socket says so
+                self._send_call(self._question, QUESTION)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine and wait for its answer, for as long as that takes.
+
+        Error handling:
+            EngineLost: the engine is gone, or could not do it; the message has its words.
+        """
+        call_id, call = next(self._call_ids), _Call()
+        self._calls[call_id] = call
+        try:
+            self._send_call(call_id, method, *args)
+            await call.answered.wait()
+        finally:
+            del self._calls[call_id]
+        answer = call.answer
+        if answer is None or answer.failure_message is not None:
+            said = "it is lost" if answer is None else answer.failure_message
+            raise EngineLost(
+                f"engine {self.engine} did not answer to {method}: {said}", engine=self.engine
+            )
+        return answer.result[1] if answer.result is not None else None
+
+    def tell(self, words: str) -> None:
+        """Have words stand in the engine's log, which keeps the name of a method it has not."""
+        with suppress(EngineLost):
+            self._send_call(next(self._call_ids), words)
+
+    def _send_call(self, call_id: int, method: str, *args: Any) -> None:
+        call = UtilityCall(client_index=0, call_id=call_id, method=method, args=args)
+        self._send(encode_input(Utility(call)), method)
+
+    # From the engine.
+
+    def _take_answer(self, answer: UtilityAnswer) -> None:
+        if answer.call_id == self._question:
+            self.asked_at = None
+        elif (call := self._calls.get(answer.call_id)) is not None:
+            call.answer = answer
+            call.answered.set()
+
+    def _take_output(self, output: WireOutput) -> None:
+        held = self._held.get(output.request_id)
+        if held is not None:
+            self._count(output, held)
+        super()._take_output(output)
+
+    def _count(self, output: WireOutput, held: Held) -> None:
+        report = self._counts
+        report.output_tokens += len(output.new_token_ids)
+        if output.new_token_ids and not held.begun:
+            held.begun = True
+            report.prompt_tokens += len(held.asked.prompt_token_ids or ())
+        report.requests_finished += output.finish_reason in {FinishCode.STOP, FinishCode.LENGTH}
+
+    def _take_late(self, wire_id: str) -> None:  # noqa: ARG002 - whichever it is
+        """An output of a request that has ended here, or never was: nobody gets it.
+
+        Engines need not agree with us on what they have, and vLLM's own frontends let it pass.
+        """
+        self.late_outputs += 1
+
+    def _take_loss(self, wire_id: str) -> None:
+        """Only that request is lost; vLLM's frontend, too, lets the others go on."""
+        held = self._held.pop(wire_id)
+        _log.warning("engine %s dropped request %s without a word", self.engine, held.request_id)
+        held.link.fail(held.request_id, self._dropped(held.request_id))
+
+    def _dropped(self, request_id: str) -> DpkitError:
+        return EngineLost(
+            f"engine {self.engine} dropped request {request_id} without a word",
+            engine=self.engine,
+            request_id=request_id,
+        )
+
+    def _settle(self, wire_id: str) -> None:
+        self._aborted_at.pop(wire_id, None)
+        super()._settle(wire_id)
+
+    def _note_idle(self) -> None:
+        """Whoever has nothing of ours has nothing: an engine's only client is its head.
+
+        vLLM's engines tell their load beside outputs, and none when the last request was aborted.
+        """
+        if self.is_idle:
+            idle = replace(self.stats, num_running_reqs=0, num_waiting_reqs=0, kv_cache_usage=0.0)
+            if idle != self.stats:
+                self.stats = idle
+                self._on_stats(idle)
+        super()._note_idle()
+
+    def fail_all(self, cause: Exception, said: str) -> None:
+        """Tell every request that is here, and whoever waits for an answer.
+
+        The engine is asked to drop them, if it is still there: it may have been given up for what
+        it said, and would compute for nobody.
+        """
+        if self._held:
+            with suppress(EngineLost):
+                self._send(encode_input(Abort(tuple(self._held))), "an abort")
+        self._aborted_at.clear()
+        for call in self._calls.values():
+            call.answered.set()
+        super().fail_all(cause, said)
+
+    def contradictions(self) -> Iterator[str]:
+        """None: the numbers of such an engine may be old, and are not kept against it."""
+        return iter(())

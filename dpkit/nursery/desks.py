@@ -1,0 +1,139 @@
+"""Where engines that are started elsewhere join: one handshake a group, and sockets for every life.
+
+A desk listens for as long as its group is there. Each life has sockets of its own, at addresses
+that no other life was told: what comes late of a former one comes to nobody. Imports ZeroMQ, so it
+is imported only where there is such a group. What becomes of a life is `dpkit.nursery.joined`'s
+affair.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+import zmq
+from attrs import frozen
+
+from dpkit.config.checks import host_and_port
+from dpkit.nursery.context import protected_context
+from dpkit.wire.address import AddressFailed
+from dpkit.wire.reception import Reception
+from dpkit.wire.structs import Addresses, Init
+from dpkit.wire.zsocket import open_context, open_zsocket
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from dpkit.config.schema import EngineGroupConfig
+    from dpkit.wire.zsocket import ZSocket
+
+_LINGER_MS = 1000
+"""What a life says last: aborts, and why its engine was refused. Nobody waits for that here."""
+
+_log = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True)
+class LifeSockets:
+    """What one life has bound."""
+
+    input: ZSocket
+    """A ROUTER to send requests by, watched for drops."""
+    output: ZSocket
+    """A PULL, watched for drops."""
+    init: Init
+    """What its engine is told."""
+
+
+class Desk:
+    """The handshake of one group; `run` is a service task, until `stop`."""
+
+    def __init__(self, group: EngineGroupConfig) -> None:
+        self.name = group.name
+        self.settings = group.vllm
+        self.error: AddressFailed | None = None
+        """Why nobody can join."""
+        self._address = ""
+        self._reception: Reception | None = None
+        self._settled = trio.Event()
+        self._scope = trio.CancelScope()
+
+    def __repr__(self) -> str:
+        return f"<Desk of {self.name} at {self._address or 'no address'}>"
+
+    async def run(self) -> None:
+        """Listen, until stopped; that it cannot is kept for whoever wants to join somebody."""
+        settings = self.settings
+        assert settings.handshake is not None, "every such group has one"  # noqa: S101
+        try:
+            with self._scope:
+                async with (
+                    open_context() as context,
+                    open_zsocket(
+                        context,
+                        zmq.ROUTER,
+                        bind=settings.handshake,
+                        max_message_bytes=settings.max_message,
+                    ) as socket,
+                ):
+                    self._reception = Reception(socket.send_nowait, self.name)
+                    self._address = reachable(socket.endpoint, settings.host)
+                    _log.info("%s: engines may join at %s", self.name, self._address)
+                    self._settled.set()
+                    await socket.pump(self._reception.take)
+        except AddressFailed as error:
+            self.error = error
+        finally:
+            self._settled.set()
+
+    def stop(self) -> None:
+        """There is no such group any more."""
+        self._scope.cancel()
+
+    async def open_reception(self) -> Reception:
+        """Wait until it listens.
+
+        Raises:
+            AddressFailed: it cannot.
+        """
+        await self._settled.wait()
+        if self.error is not None:
+            raise self.error
+        if self._reception is None:
+            raise AddressFailed(f"{self.name} was stopped before anybody could join")
+        return self._reception
+
+    async def address(self) -> str:
+        """What engines are given to say HELLO at; waits and raises as `open_reception`."""
+        await self.open_reception()
+        return self._address
+
+    @protected_context
+    async def open_sockets(self) -> AsyncIterator[LifeSockets]:
+        """Bind the sockets of one life."""
+        settings = self.settings
+        at = f"tcp://{host_and_port(settings.handshake or '')[0]}:*"
+        size = settings.max_message
+        async with (
+            open_context() as context,
+            open_zsocket(
+                context,
+                zmq.ROUTER,
+                bind=at,
+                max_message_bytes=size,
+                watch=True,
+                linger_ms=_LINGER_MS,
+            ) as requests,
+            open_zsocket(context, zmq.PULL, bind=at, max_message_bytes=size, watch=True) as outputs,
+        ):
+            addresses = Addresses(
+                inputs=(reachable(requests.endpoint, settings.host),),
+                outputs=(reachable(outputs.endpoint, settings.host),),
+            )
+            yield LifeSockets(input=requests, output=outputs, init=Init(addresses=addresses))
+
+
+def reachable(endpoint: str, host: str | None) -> str:
+    """A bound address as others are told it."""
+    return endpoint if host is None else f"tcp://{host}:{endpoint.rpartition(':')[2]}"

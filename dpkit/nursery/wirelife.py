@@ -1,0 +1,286 @@
+"""What lives at the other end of a wire have in common, whoever starts the engine and wherever.
+
+A life has tasks that pump, watch and ask; they end together. Whatever one of them raises ends this
+life, and no other: an engine that dies, hangs, or says what cannot be read. `RemoteLife` and
+`JoinedLife` say how a life begins.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, Never
+
+import trio
+from msgspec import UNSET
+
+from dpkit.engine.core import EngineCoreStatistics
+from dpkit.errors import DpkitError, EngineLost, InternalError, WireError, describe
+from dpkit.link.zmq import WireConnection, ZmqLink
+from dpkit.messages import EngineStats, StepReport
+from dpkit.wire.codec import rank_identity
+from dpkit.wire.structs import EngineReport, SchedulerStats
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Set as AbstractSet
+
+    from dpkit.engine.limits import EngineLimits
+    from dpkit.engine.publish import PublishGate
+    from dpkit.messages import EngineId
+    from dpkit.nursery.inbox import Deliver
+    from dpkit.wire.zsocket import ZSocket
+
+
+class WireLife(abc.ABC):
+    """A `dpkit.nursery.life.Life` on the wire; `run` is its task.
+
+    Args:
+        engine: The incarnation this life is known by.
+        index: Of the engine in the cluster, by which its stats are known.
+        rank: By which the engine is known on the wire.
+        limits: What it is to have, or has.
+        publish: Takes its stats, synchronously. None: nothing is published.
+        gate: Says when the counts have changed enough to be published.
+        on_lost: Told that this life is over, before its requests are.
+    """
+
+    is_interruptible = True  # whatever the engine does, nobody here waits for it
+    last_words_s: float
+    """How long after the drop of its connection an engine is still heard, or its end explained."""
+
+    def __init__(
+        self,
+        *,
+        engine: EngineId,
+        index: int,
+        rank: int,
+        limits: EngineLimits,
+        publish: Callable[[EngineStats], None] | None,
+        gate: PublishGate,
+        on_lost: Callable[[Exception], None],
+    ) -> None:
+        self.engine = engine
+        self.limits = limits
+        self.ready = trio.Event()
+        self.ended = trio.Event()
+        self.cause: Exception | None = None
+        self._index = index
+        self._rank = rank
+        self._publish = publish
+        self._gate = gate
+        self._on_lost = on_lost
+        self._seq = 0
+        self._closed = False
+        self._connection: WireConnection | None = None
+        self._finished = trio.Event()
+        self._scope = trio.CancelScope()
+
+    @property
+    @abc.abstractmethod
+    def model_class(self) -> str:
+        """The model by its name in the config: its class lives elsewhere."""
+
+    @property
+    @abc.abstractmethod
+    def step_started_at(self) -> float | None:
+        """As of `Life`."""
+
+    async def run(self) -> None:
+        """Live, until closed and nothing is left to do; what ends it earlier comes out."""
+        try:
+            with self._scope:
+                await self._live()
+            self._note_end_of_scope()
+        except Exception as error:  # noqa: BLE001 - raised below, as its first cause
+            self._end_with(error)
+        except BaseException:  # a cancellation, perhaps in a group
+            self.lose(EngineLost(f"engine {self.engine} was stopped", engine=self.engine))
+            raise
+        finally:
+            self.close()
+            self.ended.set()
+        if self.cause is not None:
+            self._explain()
+            raise self.cause
+
+    @abc.abstractmethod
+    async def _live(self) -> None:
+        """Begin, serve, and return once `_finished` is set."""
+
+    def _note_end_of_scope(self) -> None:  # noqa: B027 - a hook
+        """Judge a life whose scope was cancelled: by `close`, or at a deadline."""
+
+    def _explain(self) -> None:  # noqa: B027 - a hook
+        """Say more of the cause, where only that it ended is known yet."""
+
+    @trio.lowlevel.enable_ki_protection
+    async def _guard(self, task: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Run one of this life's tasks; what it raises ends the life, and goes into no group."""
+        try:
+            await task(*args)
+        except Exception as error:  # noqa: BLE001 - it comes out of `run`
+            self._end_with(self._judge(error))
+
+    def _judge(self, error: Exception) -> Exception:
+        """What ended this life: what the world did as it is, all else as the bug that it is."""
+        if isinstance(error, DpkitError) or not self.ready.is_set():
+            return error
+        message = f"engine {self.engine} broke down: {describe(error)}"
+        bug = InternalError(message, engine=self.engine)
+        bug.__cause__ = error
+        return bug
+
+    def _attach(self, connection: WireConnection) -> None:
+        self._connection = connection
+        connection.on_idle = self._note_idle
+        connection.closed = self._closed
+
+    def _begin(self) -> None:
+        """The engine serves from now on."""
+        self.ready.set()
+        self._note_idle()  # it may have been closed already
+
+    def _note_gone(self, error: EngineLost) -> None:
+        """A request met the end of this life before its watchers did."""
+        self._end_with(error)
+
+    def _refuse(self, frames: list[bytes]) -> None:
+        """Take what comes where nothing may: once it is ready, an engine speaks by one socket."""
+        if frames[0] == rank_identity(self._rank):  # else a stranger's
+            raise WireError(
+                f"engine {self.engine} broke the protocol: it is ready, and introduces itself anew",
+                engine=self.engine,
+            )
+
+    async def _watch_link(self, socket: ZSocket, most: int, key: str) -> None:
+        """End this life when the engine's end of a socket is gone: what was under way is lost.
+
+        Args:
+            socket: Opened to be watched.
+            most: Bytes of one message: for more, libzmq drops a peer without another sign.
+            key: What says so.
+        """
+
+        def refuse(_: str) -> Never:
+            raise WireError(
+                f"engine {self.engine} dropped its connection, or was dropped for a message of "
+                f"more than {most:,} bytes ({key})",
+                engine=self.engine,
+            )
+
+        try:
+            await socket.watch_peers(on_drop=refuse)
+        except WireError:
+            # Most often its process has ended, and there is more to be known, or heard.
+            await trio.sleep(self.last_words_s)
+            raise
+
+    def _on_stats(self, stats: SchedulerStats) -> None:
+        running, waiting = stats.num_running_reqs, stats.num_waiting_reqs
+        if self._publish is None or not self._gate.due(running, waiting, stats.kv_cache_usage):
+            return
+        self._seq += 1
+        self._publish(
+            EngineStats(
+                engine=self.engine,
+                index=self._index,
+                seq=self._seq,
+                waiting=waiting,
+                running=running,
+                kv_cache_usage=stats.kv_cache_usage,
+                current_wave=stats.current_wave,
+                step_counter=stats.step_counter,
+                report=self.report(),
+            )
+        )
+
+    def _note_idle(self) -> None:
+        if self._closed and self._connection is not None and self._connection.is_idle:
+            self._finished.set()
+
+    # The end.
+
+    def close(self) -> None:
+        """Take nothing new, and end when what is there is finished; idempotent."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.closed = True
+            self._note_idle()
+        elif not self.ready.is_set():
+            self._scope.cancel()  # there is nothing to finish, and a start may take minutes
+
+    def lose(self, cause: Exception) -> None:
+        """Give this life up, whatever it does; idempotent."""
+        self._end_with(cause)
+
+    def abandon(self) -> None:  # noqa: B027 - there is nothing to do
+        """Nothing: no call of this process is stuck in such an engine."""
+
+    @trio.lowlevel.enable_ki_protection
+    def _end_with(self, cause: Exception) -> None:
+        """This life is over: first whoever places requests is told, then the requests are."""
+        if self.cause is not None:
+            return
+        self.cause = cause
+        self.close()
+        self._on_lost(cause)
+        if self._connection is not None:
+            self._connection.fail_all(cause, describe(cause))
+        self._scope.cancel()
+
+    # What is known of it.
+
+    def link(self, deliver: Deliver) -> ZmqLink:
+        """A link to this life for one client."""
+        assert self._connection is not None, "an engine is linked when it is ready"  # noqa: S101
+        return ZmqLink(self._connection, deliver)
+
+    def statistics(self) -> EngineCoreStatistics:
+        """What the engine has done since its birth, by its newest word."""
+        stats, said = self._stats, self._said
+        return EngineCoreStatistics(
+            running=0 if self.cause else stats.num_running_reqs,
+            waiting=0 if self.cause else stats.num_waiting_reqs,
+            kv_cache_usage=0.0 if self.cause else stats.kv_cache_usage,
+            free_blocks=self.limits.num_blocks if self.cause else said.free_blocks,
+            num_blocks=self.limits.num_blocks,
+            peak_kv_usage=said.peak_kv_usage,
+            steps=said.steps,
+            requests_finished=said.requests_finished,
+            requests_aborted=said.requests_aborted,
+            requests_refused=said.requests_refused,
+            prompt_tokens=said.prompt_tokens,
+            output_tokens=said.output_tokens,
+            preemptions=said.preemptions,
+            prefix_hit_tokens=said.prefix_hit_tokens,
+            steps_halved=said.steps_halved,
+        )
+
+    def report(self) -> StepReport:
+        """How much work its requests are, by its newest word."""
+        said = self._said
+        return StepReport(
+            step_time_s=said.step_time_s,
+            unprefilled_tokens=said.unprefilled_tokens,
+            context_tokens=said.context_tokens,
+        )
+
+    def audit(self, charged: AbstractSet[str]) -> Iterator[str]:
+        """What is charged to it against what was sent there, and against its own word when idle."""
+        held = set(self._connection.held) if self._connection is not None else set()
+        yield from (f"{name} is charged to {self.engine}, which lost it" for name in charged - held)
+        yield from (f"{name} is on {self.engine}, charged to nobody" for name in held - charged)
+        if self._connection is not None and self.cause is None:
+            yield from self._connection.contradictions()
+
+    @property
+    def _stats(self) -> SchedulerStats:
+        return SchedulerStats() if self._connection is None else self._connection.stats
+
+    @property
+    def _said(self) -> EngineReport:
+        said = self._stats.dpkit
+        if said is not UNSET:
+            return said
+        counted = None if self._connection is None else self._connection.report
+        return counted or EngineReport(free_blocks=self.limits.num_blocks)
