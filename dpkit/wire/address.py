@@ -18,7 +18,9 @@ class AddressFailed(DpkitError):  # noqa: N818 - reads as what happened
     """An address cannot be bound or connected to (yours, or the world's); the message says why."""
 
 
-def set_options(raw: zmq.Socket[bytes], *, max_message_bytes: int, max_queued: int) -> None:
+def set_options(
+    raw: zmq.Socket[bytes], *, max_message_bytes: int, max_queued: int, lossy: bool = False
+) -> None:
     """Set what is the same for all sockets of dpkit, and what their kind needs."""
     raw.set(zmq.MAXMSGSIZE, max_message_bytes)
     raw.set(zmq.SNDHWM, max_queued)
@@ -35,8 +37,8 @@ def set_options(raw: zmq.Socket[bytes], *, max_message_bytes: int, max_queued: i
         raw.set(zmq.ROUTER_MANDATORY, 1)  # without: what cannot be sent is dropped without a word
         raw.set(zmq.ROUTER_HANDOVER, 1)  # without: a peer that comes back under its id is ignored
     elif raw.type == zmq.XPUB:
-        raw.set(zmq.XPUB_NODROP, 1)
-        raw.set(zmq.XPUB_VERBOSE, 1)  # each subscription is seen, not just the first of its topic
+        raw.set(zmq.XPUB_NODROP, int(not lossy))
+        raw.set(zmq.XPUB_VERBOSER, 1)  # each who comes or goes is seen, not just first and last
 
 
 def attach(raw: zmq.Socket[bytes], bind: str | None, connect: str | None) -> None:

@@ -83,6 +83,7 @@ async def open_zsocket(
     routing_id: bytes | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_queued: int = 0,
+    lossy: bool = False,
     linger_ms: int = 0,
     watch: bool = False,
 ) -> AsyncGenerator[ZSocket]:
@@ -97,6 +98,8 @@ async def open_zsocket(
         max_message_bytes: A peer that sends a larger frame is disconnected.
         max_queued: Messages that may wait in each direction and for each peer; 0: any number,
             for whoever bounds memory by admission.
+        lossy: An XPUB leaves out a subscriber for whom `max_queued` messages wait, and no other:
+            for news that the next message makes old.
         linger_ms: How long, after closing, what was sent may still wait to leave, milliseconds.
         watch: Keep note of connections from the very first on, for `ZSocket.watch_peers`.
 
@@ -111,7 +114,7 @@ async def open_zsocket(
     raw = context.socket(kind, socket_class=zmq.Socket)
     zsocket = ZSocket(raw, _open_monitor(context, raw) if watch else None)
     try:
-        set_options(raw, max_message_bytes=max_message_bytes, max_queued=max_queued)
+        set_options(raw, max_message_bytes=max_message_bytes, max_queued=max_queued, lossy=lossy)
         raw.set(zmq.LINGER, linger_ms)
         if routing_id is not None:
             raw.set(zmq.ROUTING_ID, routing_id)
@@ -202,6 +205,32 @@ class ZSocket:
                 await self._wait()
         finally:
             self._receiving = False
+
+    @trio.lowlevel.enable_ki_protection
+    def drain_nowait(self, deliver: Callable[[list[bytes]], object], *, most: int = BURST) -> int:
+        """Call `deliver` with the frames of each message that is there, and return how many were.
+
+        For whoever need not know of a message when it comes. Works beside a task that is parked in
+        `receive` or `pump`, which then gets those that come later.
+
+        Args:
+            deliver: As of `pump`.
+            most: Messages to leave it at: whoever calls is to let others have a turn.
+
+        Error handling:
+            What `deliver` raises comes out; its message is gone, those after it are not.
+            trio.ClosedResourceError: the socket is closed.
+        """
+        self._check_open()
+        taken = 0
+        try:
+            while taken < most and (frames := self._take()) is not None:
+                taken += 1
+                deliver(frames)
+        finally:
+            if self._parked:  # what it waits to be told of may have been swallowed here
+                self._wake_if_readable()
+        return taken
 
     @trio.lowlevel.enable_ki_protection
     def send_nowait(self, frames: Sequence[bytes]) -> None:
