@@ -75,6 +75,7 @@ class CoordinatorRules:
         # Whose each row is: earlier lives of that engine count no more. None: whoever sends.
         self._lives: list[EngineId | None] = [None] * engine_count
         self._kept: tuple[Row, ...] | None = None
+        self._told: tuple[Row, ...] | None = None
         self._changed = False
         self._last_publish = -math.inf
         self._newest_step = (-1, -1)
@@ -90,6 +91,21 @@ class CoordinatorRules:
             f"<CoordinatorRules: {len(self._loads)} engines, {changed}, wave "
             f"{self._current_wave} {state}, {self._published} published>"
         )
+
+    @property
+    def engine_count(self) -> int:
+        """Rows of the table."""
+        return len(self._loads)
+
+    @property
+    def due_at(self) -> float:
+        """When to `publish`, unless a message comes first."""
+        return self._due_at
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether what comes before `due_at` may as well be read then: nothing is told earlier."""
+        return self._changed and not self._wave_coordination
 
     def due(self, now: float) -> float:
         """Seconds until `publish`, unless a message comes first; never negative."""
@@ -114,9 +130,7 @@ class CoordinatorRules:
 
     def on_engine_started(self, now: float, engine: EngineId, index: int) -> None:
         """A life begins, in a row of its own or in that of the life before: it is idle."""
-        missing = index + 1 - len(self._loads)
-        self._loads += [_IDLE] * missing
-        self._lives += [None] * missing
+        self._fit(max(index + 1, len(self._loads)))
         self._lives[index] = engine
         self._clear(now, index)
 
@@ -125,6 +139,13 @@ class CoordinatorRules:
         if 0 <= index < len(self._loads) and not self._has_ended(index, engine):
             self._lives[index] = EngineId(engine.name, engine.epoch + 1)
             self._clear(now, index)
+
+    def on_engine_count(self, now: float, engine_count: int) -> None:
+        """There are more engines, idle ones, or the last of them are gone; clients hear of it."""
+        if engine_count != len(self._loads):
+            self._fit(engine_count)
+            self._changed = True
+            self._wait_from(now)
 
     def on_wave_complete(self, now: float, wave: int) -> tuple[Snapshot | StartWave, ...]:
         """All engines ran out of work in `wave`; returns what to send at once, in order."""
@@ -155,13 +176,18 @@ class CoordinatorRules:
         if loads is None:
             loads = tuple(self._loads)
             self._changed = False
-        self._kept = None
+        self._kept, self._told = None, loads
         self._last_publish = now
         self._published += 1
         self._wait_from(now)
-        return Snapshot(
-            loads=loads, current_wave=self._current_wave, engines_running=self._engines_running
-        )
+        return self._snapshot(loads)
+
+    def greeting(self) -> Snapshot | None:
+        """What was published last, for a client that has come since; None: nothing was so far.
+
+        Not the present state, which other clients hear as well: it may hold half of a step.
+        """
+        return None if self._told is None else self._snapshot(self._told)
 
     def statistics(self) -> CoordinatorStatistics:
         """Counts since the start, and the wave state."""
@@ -195,12 +221,26 @@ class CoordinatorRules:
                 self._kept = tuple(self._loads)
             self._newest_step = step
         elif step < self._newest_step:
-            self._out_of_order += 1
-            _log.warning("stats of (wave, step) %s came after those of %s", step, self._newest_step)
+            self._out_of_order = count = self._out_of_order + 1
+            if not count & (count - 1):  # at the 1st, 2nd, 4th: a log is no place for a flood
+                _log.warning(
+                    "stats of (wave, step) %s came after those of %s: %d so far",
+                    *(step, self._newest_step, count),
+                )
+
+    def _fit(self, engine_count: int) -> None:
+        missing = engine_count - len(self._loads)
+        self._loads = self._loads[:engine_count] + [_IDLE] * missing
+        self._lives = self._lives[:engine_count] + [None] * missing
+        if self._kept is not None:  # of a step before those that are new
+            self._kept = self._kept[:engine_count]
 
     def _wave_state(self) -> Snapshot:
+        return self._snapshot(None)
+
+    def _snapshot(self, loads: tuple[Row, ...] | None) -> Snapshot:
         return Snapshot(
-            loads=None, current_wave=self._current_wave, engines_running=self._engines_running
+            loads=loads, current_wave=self._current_wave, engines_running=self._engines_running
         )
 
     def _wait_from(self, now: float) -> None:

@@ -46,6 +46,10 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 INLINE_BYTES = 256
 """Arrays of that many bytes and more get a frame of their own, as vLLM's do."""
 
+MAX_ENGINES = 2**16
+"""Ranks have two bytes."""
+
+_SCALE_MARKER = "SCALE_ELASTIC_EP"  # of a frontend that has changed the number of engines
 _RAW = 3  # the extension type of raw bytes; 1 and 2 are Python pickles
 
 
@@ -187,6 +191,11 @@ def encode_publish(publish: CoordinatorPublish) -> bytes:
 def encode_start_wave(start: StartWave) -> list[bytes]:
     """Frames from the coordinator to every engine."""
     return [START_WAVE, *_encode(start)]
+
+
+def encode_scale(scale: ScaleElastic) -> bytes:
+    """What a frontend that has changed the number of engines tells the coordinator."""
+    return _encode((_SCALE_MARKER, scale.engines))[0]
 
 
 # -- Decoding --------------------------------------------------------------------------------------
@@ -356,6 +365,8 @@ def decode_to_coordinator(
     if payload in {SUBSCRIBE, UNSUBSCRIBE}:
         return Subscription(payload == SUBSCRIBE)
     marker, engines = _decode(_SCALE, "a subscriber's word", [payload], limit)
-    if marker != "SCALE_ELASTIC_EP":
+    if marker != _SCALE_MARKER:
         raise WireError(f"a subscriber said {marker[:40]!r}, which is unknown")
+    if not 1 <= engines <= MAX_ENGINES:
+        raise WireError(f"there cannot be {engines:,} engines, but 1 to {MAX_ENGINES:,}")
     return ScaleElastic(engines)

@@ -150,9 +150,19 @@ def test_an_older_step_is_counted_and_warned_of_and_its_counts_are_taken(
     rules.on_stats(0.01, stats(0, waiting=1, step=(0, 2)))
     with caplog.at_level(logging.WARNING, logger="dpkit"):
         rules.on_stats(0.02, stats(1, waiting=7, step=(0, 1)))
-    assert caplog.messages == ["stats of (wave, step) (0, 1) came after those of (0, 2)"]
+    assert caplog.messages == ["stats of (wave, step) (0, 1) came after those of (0, 2): 1 so far"]
     assert rules.statistics().out_of_order == 1
     assert waiting(rules.publish(0.1)) == [1, 7]
+
+
+def test_a_flood_of_older_steps_is_no_flood_of_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    rules = lockstep()
+    rules.on_stats(0.01, stats(0, waiting=1, step=(9, 9)))
+    with caplog.at_level(logging.WARNING, logger="dpkit"):
+        for step in range(1000):
+            rules.on_stats(0.02, stats(1, waiting=7, step=(0, step)))
+    assert rules.statistics().out_of_order == 1000
+    assert len(caplog.messages) == 10
 
 
 @pytest.mark.parametrize("index", [-1, 2])
@@ -302,6 +312,90 @@ def test_a_word_about_waves_is_no_news_of_loads_but_starts_the_floor_anew() -> N
     rules.publish(5.04)
     rules.on_wave_complete(5.05, 1)
     assert rules.due(5.05) == pytest.approx(4.99)
+
+
+# -- More engines, fewer engines, and clients that come later --------------------------------------
+
+
+def test_more_engines_are_idle_and_news() -> None:
+    rules = independent()
+    rules.on_stats(0.1, stats(1, waiting=3))
+    rules.publish(0.1)
+    rules.on_engine_count(0.15, 4)
+    assert rules.due(0.15) == pytest.approx(0.05)
+    assert waiting(rules.publish(0.2)) == [0, 3, 0, 0]
+    rules.on_stats(0.3, stats(3, waiting=1))
+    assert waiting(rules.publish(0.3)) == [0, 3, 0, 1]
+    assert rules.statistics().unknown_engines == 0
+
+
+def test_fewer_engines_take_their_loads_with_them() -> None:
+    rules = independent(3)
+    for index in range(3):
+        rules.on_stats(0.1, stats(index, waiting=1 + index))
+    rules.on_engine_count(0.1, 1)
+    assert rules.engine_count == 1
+    assert waiting(rules.publish(0.1)) == [1]
+    rules.on_stats(0.2, stats(2, waiting=9))
+    assert rules.statistics().unknown_engines == 1
+    rules.on_engine_count(0.2, 3)
+    assert waiting(rules.publish(0.2)) == [1, 0, 0], "who comes back is idle"
+
+
+def test_as_many_engines_as_before_are_no_news() -> None:
+    rules = independent()
+    rules.on_engine_count(0.1, 2)
+    assert rules.due(0.1) == pytest.approx(4.9)
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_the_kept_snapshot_of_a_step_is_of_those_engines_that_there_are(engines: int) -> None:
+    rules = lockstep()
+    for index in range(2):
+        rules.on_stats(0.1, stats(index, waiting=1, step=(0, 1)))
+    rules.on_stats(0.11, stats(0, waiting=2, step=(0, 2)))
+    rules.on_engine_count(0.12, engines)
+    assert waiting(rules.publish(0.12)) == [1, 1][:engines]
+    assert waiting(rules.publish(0.22)) == [2, 1, 0][:engines]
+
+
+def test_a_client_that_comes_later_is_told_what_the_others_know() -> None:
+    rules = lockstep()
+    for index in range(2):
+        rules.on_stats(0.1, stats(index, waiting=1, step=(0, 1)))
+    rules.publish(0.15)
+    rules.on_stats(0.16, stats(0, waiting=2, step=(0, 2)))
+    due = rules.due_at
+    greeting = rules.greeting()
+    assert greeting is not None
+    assert waiting(greeting) == [1, 1], "and not half of a step"
+    assert (rules.due_at, rules.statistics().published) == (due, 2), "nothing else changes"
+
+
+def test_before_the_first_snapshot_there_is_nothing_to_tell() -> None:
+    assert CoordinatorRules(2, now=0.0).greeting() is None
+
+
+def test_a_greeting_carries_the_wave_state_of_now() -> None:
+    rules = started(3, running=True)
+    assert rules.greeting() == Snapshot(loads=(IDLE, IDLE), current_wave=3, engines_running=True)
+
+
+def test_messages_of_independent_engines_may_be_read_when_they_are_told() -> None:
+    rules = independent()
+    silent = rules.may_rest
+    rules.on_stats(0.05, stats(0, waiting=1))
+    due, changed = rules.due_at, rules.may_rest
+    rules.on_stats(0.09, stats(0, waiting=2))
+    assert rules.due_at == due
+    rules.publish(0.1)
+    assert (silent, changed, rules.may_rest) == (False, True, False)
+
+
+def test_messages_of_lockstep_engines_may_not() -> None:
+    rules = lockstep()
+    rules.on_stats(0.05, stats(0, waiting=1, step=(0, 1)))
+    assert not rules.may_rest
 
 
 def test_the_rules_tell_their_state_in_a_line() -> None:

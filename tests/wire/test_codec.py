@@ -353,6 +353,12 @@ def test_a_subscriber_that_says_something_else_is_refused() -> None:
         codec.decode_to_coordinator(encode(["FIRST_REQ", 1]))
 
 
+@pytest.mark.parametrize("engines", [0, -1, 2**16 + 1, 2**63])
+def test_a_number_of_engines_that_have_no_ranks_is_refused(engines) -> None:
+    with pytest.raises(WireError, match="there cannot be"):
+        codec.decode_to_coordinator(encode(["SCALE_ELASTIC_EP", engines]))
+
+
 def test_finish_codes_are_the_wires() -> None:
     assert [read_output("r", [], None, None, None, n).finish_reason for n in range(5)] == [
         *FinishCode

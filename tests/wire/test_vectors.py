@@ -233,6 +233,7 @@ def test_publishes(name: str) -> None:
 def test_what_subscribers_say() -> None:
     (marker,), (_, engines) = VECTORS["scale_marker"].frames, VECTORS["scale_marker"].decoded
     assert codec.decode_to_coordinator(marker) == ScaleElastic(engines)
+    assert codec.encode_scale(ScaleElastic(engines)) == marker
     (subscribe,) = VECTORS["frame_subscribe"].frames
     assert codec.decode_to_coordinator(subscribe) == Subscription(subscribed=True)
     assert codec.decode_to_coordinator(codec.UNSUBSCRIBE) == Subscription(subscribed=False)
