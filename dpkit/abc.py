@@ -84,6 +84,13 @@ class Model(abc.ABC):
     def execute(self, batch: Batch, cache: Any) -> StepResult:
         """Compute one step. Synchronous; an exception ends this life of the engine."""
 
+    def execute_dummy(self, cache: Any) -> None:
+        """Take part in a step of other ranks without work of one's own, where that is needed.
+
+        Called, as `execute` is, between two steps of an engine whose group steps together. Ranks of
+        a model that exchange nothing within a step have nothing to do.
+        """
+
 
 class EngineLoad(Protocol):
     """What a client knows of one engine: own exact counts, and the newest snapshot.

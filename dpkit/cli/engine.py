@@ -24,7 +24,9 @@ from dpkit.config.rules import has_weights
 from dpkit.engine.models import load_model
 from dpkit.errors import DpkitError, LaunchFailed
 from dpkit.link.engine import Loaded, Place, serve_engine
+from dpkit.link.group import LockstepPlan
 from dpkit.messages import EngineId
+from dpkit.names import EngineKind
 from dpkit.nursery.limits import limits_of
 from dpkit.nursery.services import open_services
 from dpkit.wire.address import AddressFailed
@@ -46,9 +48,16 @@ _log = logging.getLogger(__name__)
 @click.option("--handshake", required=True, metavar="ADDR", help="Where to say HELLO.")
 @click.option("--local", is_flag=True, help="Say that the handshake's owner started this engine.")
 @click.option("--lifeline", is_flag=True, help="End when standard input does.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Where ranks that step together meet.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 def command(  # noqa: PLR0917 - click passes by keyword
-    file: str, rank: int, handshake: str, local: bool, lifeline: bool, overrides: tuple[str, ...]
+    file: str,
+    rank: int,
+    handshake: str,
+    local: bool,
+    lifeline: bool,
+    rendezvous: str | None,
+    overrides: tuple[str, ...],
 ) -> int:
     """Be one engine of a config, for frontends that speak vLLM's engine-core wire.
 
@@ -58,18 +67,23 @@ def command(  # noqa: PLR0917 - click passes by keyword
     On SIGTERM requests end as aborted, and the exit code is 0. A second signal ends the process at
     once. With --lifeline the end of standard input is as good as SIGTERM: give it a pipe whose
     other end you hold, and the engine does not outlive you.
+
+    With coordinator.wave_coordination the engine steps together with all others of the config. The
+    owner of the handshake tells them where to meet; if it does not, --rendezvous must: an address
+    of the host of rank 0, with a port that is free there.
     """
     config = load_config(file, overrides=overrides)
     set_up(config.log.level)
     engine = _Engine.find(config, rank)
     place = Place(
         engine=EngineId(engine.name),
-        rank=rank,
+        rank=engine.rank,
         count=engine.count,
         handshake=handshake,
         local=local,
         publish_delta=(config.coordinator.kv_publish_delta if config.coordinator.publish else None),
         max_message_bytes=engine.group.process.max_message,
+        lockstep=_plan(config, engine.group, rendezvous),
     )
     try:
         return trio.run(_serve, place, engine, lifeline)
@@ -84,26 +98,43 @@ def command(  # noqa: PLR0917 - click passes by keyword
         return _FAILED
 
 
+def _plan(config: Config, group: EngineGroupConfig, rendezvous: str | None) -> LockstepPlan | None:
+    coordinator = config.coordinator
+    if not coordinator.wave_coordination:
+        return None
+    return LockstepPlan(
+        sync_interval=coordinator.sync_interval,
+        vote_timeout=coordinator.vote_timeout,
+        start_timeout=group.process.start_timeout,
+        rendezvous=rendezvous,
+    )
+
+
 @frozen(kw_only=True)
 class _Engine:
     """One engine of a config."""
 
     group: EngineGroupConfig
     name: str
+    rank: int
+    """By which it is known on the wire: of a group that joins, its number in that group."""
     count: int
     """Engines of the whole config, which share the cores of this machine."""
 
     @classmethod
     def find(cls, config: Config, rank: int) -> _Engine:
-        names = [
-            (group, f"{group.name}-{i}") for group in config.engines for i in range(group.count)
-        ]
-        if rank >= len(names):
+        engines = [(group, number) for group in config.engines for number in range(group.count)]
+        if rank >= len(engines):
             raise click.UsageError(
-                f"there is no rank {rank}: the config has ranks 0 to {len(names) - 1}"
+                f"there is no rank {rank}: the config has ranks 0 to {len(engines) - 1}"
             )
-        group, name = names[rank]
-        return cls(group=group, name=name, count=len(names))
+        group, number = engines[rank]
+        return cls(
+            group=group,
+            name=f"{group.name}-{number}",
+            rank=number if group.kind is EngineKind.VLLM else rank,
+            count=len(engines),
+        )
 
     def load(self) -> Loaded:
         """Load the model; takes as long as that takes."""

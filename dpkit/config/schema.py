@@ -166,6 +166,22 @@ class CoordinatorConfig:
             "Right for dense models. Ranks of a mixture-of-experts model step together: true."
         ),
     )
+    sync_interval: int = field(
+        default=16,
+        validator=Between(1, 4096),
+        metadata=why(
+            "Engines that step together vote whether anybody has work left, at their first step "
+            "and after each so many: vLLM's number. Fewer: a wave ends sooner; more: fewer votes."
+        ),
+    )
+    vote_timeout: Seconds = field(
+        default=120.0,
+        validator=Between(0.001, 86_400.0, show=show_duration),
+        metadata=why(
+            "Of engines that step together: as long as their longest step may take "
+            "(engines.supervision.step_timeout). Who waits longer takes the group for lost."
+        ),
+    )
     kv_publish_delta: float = field(
         default=0.02,
         validator=Between(0.0, 1.0),

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
+LAST_WAVE = 2**62
+"""Whoever speaks of a later one is not believed: a vote could not carry it, nor the next."""
+
+
 class Phase(Enum):
     """Where an engine is between waves."""
 
@@ -96,10 +100,10 @@ TABLE: dict[tuple[Phase, Event], tuple[Phase, tuple[Act, ...]]] = {
 
 
 class Word(NamedTuple):
-    """What the coordinator is told: `start_wave` or `wave_complete`, and of which wave."""
+    """What the coordinator is told: one of the two, by the names of the wire."""
 
-    field: str
-    wave: int
+    start_wave: int | None = None
+    wave_complete: int | None = None
 
 
 class Ballot(NamedTuple):
@@ -164,7 +168,8 @@ class EngineWaves:
 
         Those noted before `look` are those that this loop has taken in.
         """
-        self._stamp = max(self._stamp, current_wave)
+        if current_wave <= LAST_WAVE:
+            self._stamp = max(self._stamp, current_wave)
 
     def note_start(self, wave: int, excluded: int | None) -> None:
         """START_DP_WAVE came, perhaps late, perhaps twice."""
@@ -232,11 +237,11 @@ class EngineWaves:
     def report(self) -> list[Word]:
         """What to tell a coordinator that may know nothing; at any time, in a vote too."""
         if self.runs:
-            return [Word("start_wave", self.wave)]
+            return [Word(start_wave=self.wave)]
         return self._completed()
 
     def _on_start(self, wave: int, excluded: int | None) -> list[Word]:
-        if excluded == self._rank or wave < self.wave:
+        if excluded == self._rank or not self.wave <= wave <= LAST_WAVE:
             return []
         self.wave = wave
         return self._on(Event.CALL)
@@ -254,11 +259,11 @@ class EngineWaves:
 
     def _do(self, act: Act) -> list[Word]:
         if act is Act.START:
-            return [Word("start_wave", self.wave)]
+            return [Word(start_wave=self.wave)]
         self.wave += 1
         self.step_counter = 0
         return self._completed()
 
     def _completed(self) -> list[Word]:
         is_told = self._speaks and self.wave > 0
-        return [Word("wave_complete", self.wave - 1)] if is_told else []
+        return [Word(wave_complete=self.wave - 1)] if is_told else []

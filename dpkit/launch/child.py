@@ -17,6 +17,7 @@ from dpkit.engine.limits import EngineLimits
 from dpkit.engine.models import load_model
 from dpkit.launch.lifeline import watch_lifeline
 from dpkit.link.engine import Loaded, Place, serve_engine
+from dpkit.link.group import LockstepPlan
 from dpkit.messages import EngineId
 from dpkit.names import Dtype, Quant
 
@@ -46,6 +47,8 @@ def work(
     kv_publish_delta: float,
     max_message: int,
     log_level: int,
+    count: int = 1,
+    lockstep: Mapping[str, Any] | None = None,
 ) -> None:
     """Be one life of one engine, until SIGTERM, the end of the head, or an error, which comes out.
 
@@ -59,6 +62,8 @@ def work(
         kv_publish_delta: Change of KV usage that is worth a message.
         max_message: Bytes of the largest frame that is read.
         log_level: Of what dpkit says, on standard error.
+        count: Engines that serve together.
+        lockstep: Fields of `LockstepPlan`, for an engine that steps together with those.
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("dpkit").setLevel(log_level)
@@ -67,11 +72,12 @@ def work(
     place = Place(
         engine=EngineId(plain, int(epoch or 0)),
         rank=rank,
-        count=1,
+        count=count,
         handshake=handshake,
         local=True,
         publish_delta=kv_publish_delta,
         max_message_bytes=max_message,
+        lockstep=None if lockstep is None else LockstepPlan(**lockstep),
     )
     loaded = Loaded(model=model, limits=EngineLimits(**limits), dtype="float32")
     trio.run(_serve, place, loaded)

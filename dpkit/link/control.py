@@ -37,7 +37,7 @@ class Control:
     Args:
         loop: The engine's.
         end_all: Ends every request that is here, as aborted.
-        is_idle: Says whether nothing is here, nor in the engine.
+        is_idle: Says whether nothing is here, nor in the engine, and its group has agreed.
     """
 
     def __init__(
@@ -84,18 +84,24 @@ class Control:
     def _pause(self, answer: Answer, mode: str = "abort", clear_cache: bool = True) -> None:
         """Take no more requests; answered when those that are here have ended.
 
+        In a group that steps together: when all its ranks have been asked, and none has any left.
+
         vLLM's third mode, "keep", would freeze them where they are: a scheduler of dpkit's cannot.
         """
         if mode not in {"abort", "wait"}:
             raise ValueError(f"mode must be 'abort' or 'wait', not {mode!r:.40}")
         self.paused = True
         self._waiting.append((bool(clear_cache), answer))
+        if self._loop.lockstep is not None:
+            self._loop.lockstep.note_pause()
         if mode == "abort":
             self._end_all()
         self.go_on()
 
     def _resume(self) -> None:
         self.paused = False
+        if self._loop.lockstep is not None:
+            self._loop.lockstep.note_resume()
         self._answer_pauses()  # nothing is waited for any more
 
     def _answer_pauses(self) -> None:

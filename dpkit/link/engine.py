@@ -18,18 +18,20 @@ from dpkit.engine.core import EngineCore
 from dpkit.engine.publish import PublishGate
 from dpkit.errors import WireError, describe
 from dpkit.link.frontends import Frontends
+from dpkit.link.group import open_group
 from dpkit.nursery.busyloop import BusyLoop
 from dpkit.nursery.inbox import Inbox
-from dpkit.wire.codec import decode_from_coordinator, encode_ready_response
+from dpkit.wire.codec import CoordinatorReady, decode_from_coordinator, encode_ready_response
 from dpkit.wire.handshake import open_engine_connection
 from dpkit.wire.reports import ready_response
 from dpkit.wire.zsocket import MAX_MESSAGE_BYTES, open_context
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from dpkit.abc import Model
     from dpkit.engine.limits import EngineLimits
+    from dpkit.link.group import Group, LockstepPlan
     from dpkit.messages import EngineId
     from dpkit.wire.handshake import EngineConnection
     from dpkit.wire.zsocket import ZSocket
@@ -48,6 +50,7 @@ class Place:
     local: bool  # that owner has started it, on this host
     publish_delta: float | None  # change of KV usage that is worth a message; None: tell no numbers
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    lockstep: LockstepPlan | None = None  # None: it steps alone
 
 
 @frozen(kw_only=True)
@@ -74,9 +77,11 @@ async def serve_engine(
         lingers a few seconds at most. Cancelled, it ends at once, and tells its frontends that.
 
     Error handling:
-        LaunchFailed, AddressFailed: nobody answered at the handshake. WireError: its owner cannot
-        be understood, or none of its frontends. What `load` raises, and what the model does, comes
-        out as it is; frontends have been told by then that the engine is dead.
+        LaunchFailed, AddressFailed: nobody answered at the handshake, or its group did not meet.
+        WireError: its owner cannot be understood, or none of its frontends, or, if it steps
+        together with others, the coordinator. EngineLost: a vote of its group failed.
+        What `load` raises, and what the model does, comes out as it is; frontends have been told by
+        then that the engine is dead.
     """
     failure: Exception | None = None
     life: _Life | None = None
@@ -97,8 +102,16 @@ async def serve_engine(
                 headless=not place.local,
                 max_message_bytes=place.max_message_bytes,
             ) as connection:
-                life = _Life(place, connection, await load())
-                await life.run()
+                loaded = await load()
+                async with open_group(
+                    place.lockstep,
+                    rank=place.rank,
+                    count=place.count,
+                    init=connection.init,
+                    limits=loaded.limits,
+                ) as group:
+                    life = _Life(place, connection, loaded, group)
+                    await life.run()
         except Exception as error:  # noqa: BLE001 - raised below: the nursery would wrap it
             failure = error
         nursery.cancel_scope.cancel()
@@ -107,11 +120,14 @@ async def serve_engine(
 
 
 class _Life:
-    def __init__(self, place: Place, connection: EngineConnection, loaded: Loaded) -> None:
+    def __init__(
+        self, place: Place, connection: EngineConnection, loaded: Loaded, group: Group | None
+    ) -> None:
         self._name = str(place.engine)
         self._connection = connection
         self._inbox = Inbox()
         self._frontends = Frontends(place.rank, self._inbox)
+        self._lockstep = None if group is None else group.lockstep(place.engine, self._inbox)
         self._loop = BusyLoop(
             engine=place.engine,
             index=place.rank,
@@ -121,6 +137,7 @@ class _Life:
             publish=None if place.publish_delta is None else self._frontends.publish,
             gate=PublishGate(place.publish_delta or 0.0),
             flush=self._frontends.flush,
+            lockstep=self._lockstep,
         )
         self._frontends.serve(self._loop)
         self._ready = ready_response(
@@ -223,13 +240,21 @@ class _Life:
             await socket.watch_peers(on_connect=connect, on_drop=drop)
 
     async def _hear_coordinator(self, socket: ZSocket) -> None:
-        """Take what the coordinator says out of the way: READY once more, and waves.
+        """Take what the coordinator says: READY once more, and waves.
 
-        Waves are for engines that step together; those of a dense model need not.
+        Waves are for engines that step together; one that steps alone can do without.
         """
+
+        def take(frames: Sequence[bytes]) -> None:
+            told, lockstep = decode_from_coordinator(frames), self._lockstep
+            if lockstep is not None and not isinstance(told, CoordinatorReady):
+                lockstep.note_start(told.wave, told.excluded)
+
         try:
-            await socket.pump(decode_from_coordinator)
+            await socket.pump(take)
         except WireError as error:
+            if self._lockstep is not None:
+                raise
             _log.warning("engine %s does not hear the coordinator: %s", self._name, error)
             self._frontends.coordinator = None
             socket.close()
@@ -245,6 +270,8 @@ class _Life:
             if self._frontends.coordinator is None:
                 self._frontends.coordinator = back.send_nowait
                 self._frontends.tell_coordinator()
+                if self._lockstep is not None:
+                    self._lockstep.report()
 
         with suppress(trio.ClosedResourceError):  # it could not be understood
             await socket.watch_peers(on_connect=connect, on_drop=drop)

@@ -26,6 +26,7 @@ from dpkit.wire.structs import Envelope, RequestError, UtilityAnswer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from dpkit.engine.waves import Word
     from dpkit.link.port import Send
     from dpkit.nursery.busyloop import BusyLoop
     from dpkit.nursery.inbox import Inbox
@@ -54,7 +55,7 @@ class Frontends:
         self._inbox = inbox
         self._ports: list[Port] = []
         self.coordinator: Send | None = None
-        """How the coordinator is told of counts; None while there is none."""
+        """How the coordinator is told of counts and waves; None while there is none."""
         self._leaving: dict[str, Port] = {}  # aborted, and the engine has still to hear of it
         self._counts_changed = False
         self._is_stopping = False
@@ -68,6 +69,8 @@ class Frontends:
         """Stand before this busy loop."""
         self._loop = loop
         self._control = Control(loop, end_all=self._end_all, is_idle=self._is_idle)
+        if loop.lockstep is not None:
+            loop.lockstep.say = self._tell_wave
 
     def connect(self, ports: Iterable[Send]) -> None:
         """Say how frontends are told, in the order of their indices."""
@@ -111,6 +114,8 @@ class Frontends:
                 self._end(port, request_id, error)
             else:
                 port.hold(wire)
+                if self._loop.lockstep is not None:
+                    self._loop.lockstep.note_request(wire.current_wave)
 
     def _end(
         self, port: Port, request_id: str, error: Exception | RequestError | None = None
@@ -180,8 +185,20 @@ class Frontends:
             numbers = Envelope(self._rank, scheduler_stats=stats, timestamp=time.monotonic())
             self.coordinator(encode_envelope(numbers))
 
+    def _tell_wave(self, word: Word) -> None:
+        """Tell the coordinator; while there is none, nobody."""
+        if self.coordinator is not None:
+            envelope = Envelope(
+                self._rank,
+                timestamp=time.monotonic(),
+                start_wave=word.start_wave,
+                wave_complete=word.wave_complete,
+            )
+            self.coordinator(encode_envelope(envelope))
+
     def _stats(self) -> SchedulerStats:
         loop, core = self._loop, self._loop.statistics()
+        wave, step = loop.stamp
         stats = EngineStats(
             engine=loop.engine,
             index=self._rank,
@@ -189,7 +206,8 @@ class Frontends:
             waiting=core.waiting,
             running=core.running,
             kv_cache_usage=core.kv_cache_usage,
-            step_counter=core.steps,
+            current_wave=wave,
+            step_counter=step,
             report=loop.report(),
         )
         return stats_to_wire(stats, core)
@@ -238,5 +256,8 @@ class Frontends:
         self._send(even_numbers=False)
 
     def _is_idle(self) -> bool:
+        lockstep = self._loop.lockstep
+        if lockstep is not None and not lockstep.is_paused:
+            return False  # the others have still to agree
         held = any(port.held for port in self._ports)
         return not held and not any(self._loop.core.get_request_counts())

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dpkit.engine.publish import PublishGate
     from dpkit.messages import Batch, EngineId, GenerateRequest, StepResult
     from dpkit.nursery.inbox import Deliver, Inbox
+    from dpkit.nursery.lockstep import Lockstep
     from dpkit.nursery.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class BusyLoop:
             must know by then.
         flush: Called when all outputs of a drain or a step have been delivered, with the ids of the
             requests that the drain aborted: for links that send them on together.
+        lockstep: Its part in a group that steps together; None: it steps alone.
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class BusyLoop:
         gate: PublishGate,
         on_lost: Callable[[Exception], None] = lambda _: None,
         flush: Callable[[Sequence[str]], None] = lambda _: None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self.engine = engine
         self.core = core
         self.inbox = inbox
+        self.lockstep = lockstep
         self.ready = trio.Event()
         self.ended = trio.Event()
         self.step_started_at: float | None = None
@@ -139,6 +143,8 @@ class BusyLoop:
             aborted = self._drain()
             self._publish_if_changed()  # a long step must not hide what arrived before it
             self._flush(aborted)
+            lockstep = self.lockstep
+            in_wave = lockstep is not None and lockstep.look(self.core.has_requests())
             if (batch := self.core.schedule()) is not None:
                 if (result := await self._execute(runner, batch)) is None:
                     continue
@@ -151,11 +157,26 @@ class BusyLoop:
                     f"engine {self.engine} has requests it can neither run nor refuse",
                     engine=self.engine,
                 )
+            elif in_wave:
+                await self._execute_dummy(runner)
             else:
                 self.core.check()  # idle: the cheapest moment to find a leaked block
                 if self.inbox.closed:
                     return
                 await self.inbox.wait()
+            if in_wave and lockstep is not None:
+                await lockstep.keep_step(self.core.has_requests())
+
+    async def _execute_dummy(self, runner: Runner) -> None:
+        """Keep those of the group company who have work."""
+        self.step_started_at = trio.current_time()
+        try:
+            await runner.execute_dummy()
+        except Exception as error:
+            self._models_error = error
+            raise
+        finally:
+            self.step_started_at = None
 
     async def _execute(self, runner: Runner, batch: Batch) -> StepResult | None:
         """Let the model compute a step; None: it was too large, a smaller one is to be tried."""
@@ -290,6 +311,11 @@ class BusyLoop:
         """Let a cancellation end `run` in the middle of a step that hangs in its thread."""
         self._patience.end()
 
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """What its counts are told with: the wave and the step of its group, or its own steps."""
+        return (0, self._steps) if self.lockstep is None else self.lockstep.stamp
+
     def report(self) -> StepReport:
         """How much work this engine's requests are, and how long its last step took."""
         return StepReport(
@@ -305,6 +331,7 @@ class BusyLoop:
         kv_cache_usage = self.core.get_kv_cache_usage()
         if self._gate.due(running, waiting, kv_cache_usage):
             self._seq += 1
+            wave, step = self.stamp
             self._publish(
                 EngineStats(
                     engine=self.engine,
@@ -313,7 +340,8 @@ class BusyLoop:
                     waiting=waiting,
                     running=running,
                     kv_cache_usage=kv_cache_usage,
-                    step_counter=self._steps,
+                    current_wave=wave,
+                    step_counter=step,
                     report=self.report(),
                 )
             )

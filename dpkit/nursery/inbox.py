@@ -86,6 +86,10 @@ class Inbox:
         """Whether an abort of this id is still to be drained."""
         return request_id in self._aborts
 
+    def wake(self) -> None:
+        """Have `wait` return, though there may be nothing to drain."""
+        self._wake.set()
+
     def close(self) -> None:
         """Ask the busy loop to end once its engine has nothing left to do."""
         self.closed = True
@@ -105,5 +109,5 @@ class Inbox:
         return drained
 
     async def wait(self) -> None:
-        """Wait until `drain` has something to give, or the inbox is closed."""
+        """Wait until `drain` has something to give, or `wake` was called, or all is closed."""
         await self._wake.wait()

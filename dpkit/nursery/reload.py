@@ -31,6 +31,8 @@ _FIXED = (
     "cluster.kill_after",
     "cluster.pre_stop",
     "coordinator.wave_coordination",
+    "coordinator.sync_interval",  # all ranks of a group must have the same
+    "coordinator.vote_timeout",
     "coordinator.publish",
     "coordinator.kv_publish_delta",  # in the engines that stay
     "log.events",  # the file is open

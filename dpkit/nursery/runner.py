@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import outcome
 import trio
 
+from dpkit.abc import Model
 from dpkit.engine.checks import check_duration
 from dpkit.engine.foreign import call
 from dpkit.errors import OutOfMemory
@@ -26,7 +27,6 @@ from dpkit.errors import OutOfMemory
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from dpkit.abc import Model
     from dpkit.messages import Batch, StepResult
 
 T = TypeVar("T")
@@ -39,6 +39,9 @@ class Runner(Protocol):
 
     async def execute(self, batch: Batch) -> StepResult:
         """Compute a step and let its duration pass; at least one checkpoint, exactly one inline."""
+
+    async def execute_dummy(self) -> None:
+        """Take part in a step of others; exactly one checkpoint."""
 
 
 class Patience:
@@ -67,6 +70,11 @@ def _execute(model: Model, batch: Batch, cache: Any) -> StepResult:
 
 
 @trio.lowlevel.enable_ki_protection
+def _execute_dummy(model: Model, cache: Any) -> None:
+    call(model, "execute_dummy", lambda: model.execute_dummy(cache))
+
+
+@trio.lowlevel.enable_ki_protection
 def _allocate(model: Model, num_blocks: int, block_size: int, name: str) -> Any:
     def allocate() -> Any:
         return model.allocate(num_blocks=num_blocks, block_size=block_size)
@@ -89,6 +97,10 @@ class _InlineRunner:
         result = _execute(self._model, batch, self._cache)
         await trio.sleep(result.duration_s)  # also the step's one checkpoint when it is 0
         return result
+
+    async def execute_dummy(self) -> None:
+        _execute_dummy(self._model, self._cache)
+        await trio.lowlevel.checkpoint()
 
 
 class _EngineThread:
@@ -155,6 +167,12 @@ class _ThreadRunner:
         if result.duration_s:
             await trio.sleep(result.duration_s)
         return result
+
+    async def execute_dummy(self) -> None:
+        if type(self._model).execute_dummy is Model.execute_dummy:
+            await trio.lowlevel.checkpoint()  # not worth the way to the thread and back
+        else:
+            await self._thread.run(lambda: _execute_dummy(self._model, self._cache))
 
 
 @asynccontextmanager

@@ -50,6 +50,10 @@ class ModelWrapper(Model):
         """Let the wrapped model compute the step."""
         return self.model.execute(batch, cache)
 
+    def execute_dummy(self, cache: Any) -> None:
+        """Let the wrapped model take part in a step of other ranks."""
+        self.model.execute_dummy(cache)
+
 
 class ModelOfEach(ModelWrapper):
     """A model for each engine, for clusters whose engines are to behave differently.
@@ -75,6 +79,11 @@ class ModelOfEach(ModelWrapper):
         model, inner = cache
         result: StepResult = model.execute(batch, inner)
         return result
+
+    def execute_dummy(self, cache: Any) -> None:
+        """Let the engine's own model take part in a step of other ranks."""
+        model, inner = cache
+        model.execute_dummy(inner)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def _in(phase: Phase) -> EngineWaves:
 def test_a_wave_from_its_first_request_to_its_end() -> None:
     zero, one = ranks = [make(0), make(1)]
     zero.note_request(0)
-    assert zero.look(has_work=True) == [Word("start_wave", 0)]
+    assert zero.look(has_work=True) == [Word(start_wave=0)]
     zero.note_start(0, 0)
     one.note_start(0, 0)
     assert zero.look(has_work=True) == one.look(has_work=False) == []
@@ -82,9 +82,9 @@ def test_a_wave_from_its_first_request_to_its_end() -> None:
     assert step_together(ranks, [True, False]) == [[], []]
     for _ in range(INTERVAL - 2):
         assert step_together(ranks, [False, False]) is None
-    assert step_together(ranks, [False, False]) == [[Word("wave_complete", 0)], []]
+    assert step_together(ranks, [False, False]) == [[Word(wave_complete=0)], []]
     assert [(rank.wave, rank.step_counter, rank.runs) for rank in ranks] == [(1, 0, False)] * 2
-    assert one.look(has_work=True) == [Word("start_wave", 1)]
+    assert one.look(has_work=True) == [Word(start_wave=1)]
 
 
 def test_votes_are_at_step_one_and_at_each_sixteenth() -> None:
@@ -95,7 +95,7 @@ def test_votes_are_at_step_one_and_at_each_sixteenth() -> None:
 def test_a_newer_wave_of_a_client_is_taken_over_and_an_older_one_is_not() -> None:
     waves = make(1)
     waves.note_request(7)
-    assert waves.look(has_work=True) == [Word("start_wave", 7)]
+    assert waves.look(has_work=True) == [Word(start_wave=7)]
     waves.note_request(3)
     assert waves.look(has_work=True) == []
     assert waves.wave == 7
@@ -117,6 +117,15 @@ def test_a_stale_start_is_ignored_and_so_is_ones_own(wave: int, excluded: int) -
     waves.note_start(wave, excluded)
     assert waves.look(has_work=False) == []
     assert not waves.runs
+
+
+def test_a_wave_that_no_vote_could_carry_is_not_believed() -> None:
+    waves = make()
+    waves.note_start(2**63, 1)
+    assert waves.look(has_work=False) == []
+    assert waves.phase is Phase.ASLEEP
+    waves.note_request(2**63)
+    assert waves.look(has_work=True) == [Word(start_wave=0)]
 
 
 def test_a_start_that_excludes_nobody_calls_all() -> None:
@@ -154,9 +163,9 @@ def test_a_coordinator_that_knows_nothing_is_told_where_the_waves_are() -> None:
     zero, one = make(0), make(1)
     assert zero.report() == one.report() == []
     one.wave = zero.wave = 3
-    assert (zero.report(), one.report()) == ([Word("wave_complete", 2)], [])
+    assert (zero.report(), one.report()) == ([Word(wave_complete=2)], [])
     one.look(has_work=True)
-    assert one.report() == [Word("start_wave", 3)]
+    assert one.report() == [Word(start_wave=3)]
 
 
 def test_repr_tells_the_state() -> None:
@@ -170,16 +179,16 @@ def test_repr_tells_the_state() -> None:
 def test_a_pause_needs_all_ranks() -> None:
     zero, one = ranks = [make(0, interval=1), make(1, interval=1)]
     zero.note_pause()
-    assert zero.look(has_work=False) == [Word("start_wave", 0)]
+    assert zero.look(has_work=False) == [Word(start_wave=0)]
     one.note_start(0, 0)
     one.look(has_work=False)
-    assert step_together(ranks, [False, False]) == [[Word("wave_complete", 0)], []]
+    assert step_together(ranks, [False, False]) == [[Word(wave_complete=0)], []]
     assert zero.phase is Phase.WISHING
     one.note_pause()
-    assert one.look(has_work=False) == [Word("start_wave", 1)]
+    assert one.look(has_work=False) == [Word(start_wave=1)]
     zero.note_start(1, 1)
     zero.look(has_work=False)
-    assert step_together(ranks, [False, False]) == [[Word("wave_complete", 1)], []]
+    assert step_together(ranks, [False, False]) == [[Word(wave_complete=1)], []]
     assert zero.is_paused
     assert one.is_paused
 
@@ -216,7 +225,7 @@ def test_I07_a_resume_is_idempotent() -> None:
     waves.count(waves.ballot(has_work=False))
     waves.note_resume()
     waves.note_resume()
-    assert waves.look(has_work=True) == [Word("start_wave", 1)]
+    assert waves.look(has_work=True) == [Word(start_wave=1)]
     assert waves.runs
 
 
@@ -266,6 +275,10 @@ def test_I04_over_10_000_waves() -> None:
     waves_of_four(10_000)
 
 
+def _without_starts(said: list[Word]) -> list[Word]:
+    return [word for word in said if word.start_wave is None]
+
+
 class ObeysStaleStarts(EngineWaves):
     """A start of a wave that is over wakes it."""
 
@@ -279,7 +292,7 @@ class SleepsAfterAWave(EngineWaves):
     def look(self, has_work: bool) -> list[Word]:
         stamp = self._stamp
         said = super().look(has_work)
-        return said if stamp >= self.wave else [word for word in said if word.field != "start_wave"]
+        return said if stamp >= self.wave else _without_starts(said)
 
 
 class StartsOnlyAfterAWave(EngineWaves):
@@ -288,7 +301,7 @@ class StartsOnlyAfterAWave(EngineWaves):
     def look(self, has_work: bool) -> list[Word]:
         stamp = self._stamp
         said = super().look(has_work)
-        return said if stamp < self.wave else [word for word in said if word.field != "start_wave"]
+        return said if stamp < self.wave else _without_starts(said)
 
 
 class HearsWhileItVotes(EngineWaves):

@@ -265,11 +265,10 @@ class World:
 
     def _hear(self, number: int, rank: Rank) -> None:
         word = rank.up.popleft()
-        if word.field == "start_wave":
-            told = self._rules.on_start_wave(0.0, word.wave, number)
-        else:
-            told = self._rules.on_wave_complete(0.0, word.wave)
-        self._publish(told)
+        if word.start_wave is not None:
+            self._publish(self._rules.on_start_wave(0.0, word.start_wave, number))
+        if word.wave_complete is not None:
+            self._publish(self._rules.on_wave_complete(0.0, word.wave_complete))
 
     def _publish(self, told: Iterable[Snapshot | StartWave]) -> None:
         for message in told:
