@@ -196,6 +196,8 @@ class _Life:
         if connection.coordinator_out is not None:
             self._frontends.coordinator = connection.coordinator_out.send_nowait
         await connection.announce(self._ready)
+        # To a coordinator that knows this rank by an earlier life, it is idle from now on.
+        self._frontends.tell_coordinator()
         for index in range(len(connection.inputs)):
             self._start(self._hear, f"frontend {index} of", index)
             self._start(self._watch, f"connection of frontend {index} of", index)
