@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import textwrap
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import attrs
 import click
 
 from dpkit.cli.facts import group_facts
+from dpkit.cli.joining import how_to_start
 from dpkit.cli.losses import at_the_end, on_loss
 from dpkit.config.load import load_config
 from dpkit.config.units import show_duration
@@ -57,12 +59,25 @@ def command(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     Starts nothing; of a model that is here it reads the config.json only.
     """
     config = load_config(file, overrides=overrides)
-    groups = [group_facts(group) for group in config.engines]
+    ends = itertools.accumulate(group.count for group in config.engines)
+    groups = [
+        group_facts(group, file, end - group.count)
+        for group, end in zip(config.engines, ends, strict=True)
+    ]
     if as_json:
         click.echo(json.dumps({"file": file, **_facts(config, groups)}))
         return
     for paragraph in _paragraphs(file, config, groups):
-        click.echo(textwrap.fill(paragraph, 100, subsequent_indent="  ", break_on_hyphens=False))
+        click.echo(paragraph if _is_command(paragraph) else _filled(paragraph))
+
+
+def _is_command(paragraph: str) -> bool:
+    """Whether it is to be copied as it stands."""
+    return paragraph.startswith("    ")
+
+
+def _filled(paragraph: str) -> str:
+    return textwrap.fill(paragraph, 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def explain_policy(name: str) -> str:
@@ -90,9 +105,13 @@ def _paragraphs(file: str, config: Config, groups: Sequence[GroupFacts]) -> Iter
     count = _count(sum(group.count for group in groups), "engine")
     models = ", ".join(dict.fromkeys(group.model for group in groups))
     yield f"{file} declares cluster {config.cluster.name!r}: {count} of {models}."
-    for group in groups:
+    for group, asked in zip(groups, config.engines, strict=True):
         yield ""
         yield from _group(group)
+        if group.vllm is None:
+            yield from _sizes(group)
+        else:
+            yield from how_to_start(asked, group.start_with)
     yield ""
     yield from _balancing(config)
     yield ""
@@ -109,6 +128,9 @@ def _group(group: GroupFacts) -> Iterator[str]:
     yield f"{group.engines} {verb} {where}. {each} serves {group.model}{_weights(group)}."
     if group.note:
         yield f"  Of this model not all is known: {group.note}."
+
+
+def _sizes(group: GroupFacts) -> Iterator[str]:
     yield f"  {_memory(group.kv)}{' Equal beginnings share blocks.' * group.prefix_cache}"
     seqs, tokens = group.max_num_seqs, group.max_num_batched_tokens
     yield (
@@ -120,6 +142,8 @@ def _group(group: GroupFacts) -> Iterator[str]:
 
 def _where(group: GroupFacts) -> str:
     one, process = group.count == 1, group.process
+    if group.vllm is not None:
+        return f"{'an engine' if one else 'engines'} that somebody else starts"
     if process is None:
         return f"{'a task' if one else 'tasks'} in this process"
     who = "a process of its own" if one else "processes"

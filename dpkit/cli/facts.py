@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from dpkit.cli.joining import commands
 from dpkit.config.rules import has_weights
 from dpkit.engine.limits import BadLimit
 from dpkit.engine.models import load_model
@@ -17,7 +18,7 @@ from dpkit.names import EngineKind
 from dpkit.nursery.limits import limits_of
 
 if TYPE_CHECKING:
-    from dpkit.config.schema import EngineGroupConfig, ProcessConfig
+    from dpkit.config.schema import EngineGroupConfig, ProcessConfig, VllmConfig
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import ModelSpec
 
@@ -46,6 +47,8 @@ class GroupFacts:
     model: str
     kind: str
     process: ProcessConfig | None  # of kind "process"
+    vllm: VllmConfig | None  # of kind "vllm", whose engines say the rest when they join
+    start_with: tuple[str, ...]  # commands, of that kind; any one of them
     dtype: str
     quant: str
     computed_in: str | None  # what `dtype` comes to on this machine, of a model with weights
@@ -63,20 +66,27 @@ class GroupFacts:
         return first if self.count == 1 else f"{first} {'and' if self.count == 2 else 'to'} {last}"
 
 
-def group_facts(group: EngineGroupConfig) -> GroupFacts:
+def group_facts(group: EngineGroupConfig, file: str, first: int) -> GroupFacts:
     """What is known of a group; a model that is not here is no error.
+
+    Args:
+        group: Of the config.
+        file: Where the config is.
+        first: How many engines the groups before it have.
 
     Raises:
         ModelUnsupported: it is here and cannot be run.
     """
     spec, limits, note = _look_up(group)
-    scheduler = group.scheduler
+    scheduler, joins = group.scheduler, group.kind is EngineKind.VLLM
     return GroupFacts(
         name=group.name,
         count=group.count,
         model=group.model,
         kind=group.kind.value,
         process=group.process if group.kind is EngineKind.PROCESS else None,
+        vllm=group.vllm if joins else None,
+        start_with=tuple(commands(file, group, first)) if joins else (),
         dtype=group.dtype.value,
         quant=group.quant.value,
         computed_in=_computed_in(group),
@@ -107,6 +117,8 @@ def _look_up(
     group: EngineGroupConfig,
 ) -> tuple[ModelSpec | None, EngineLimits | None, str | None]:
     """The model's spec and the engine's limits; where they cannot be had, why."""
+    if group.kind is EngineKind.VLLM:
+        return None, None, None
     spec = None
     try:
         spec = _spec(group)
@@ -122,7 +134,7 @@ def _look_up(
 
 
 def _computed_in(group: EngineGroupConfig) -> str | None:
-    if not has_weights(group.model):
+    if group.kind is EngineKind.VLLM or not has_weights(group.model):
         return None
     from dpkit.engine.models.torch.precision import resolve_dtype  # noqa: PLC0415 - as in _spec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dpkit.balancer.retries import LEAST, RECENT_S
+from dpkit.cli.joining import on_loss as on_joined_loss
 from dpkit.config.units import show_duration
 from dpkit.names import EngineKind, Strategy
 
@@ -20,7 +21,8 @@ def on_loss(config: Config) -> Iterator[str]:
     if config.admission.retries:
         yield f"  {_budget(config.admission)}"
     for group in config.engines:
-        yield f"  {group.name}: {_restarts(group)}"
+        joins = group.kind is EngineKind.VLLM
+        yield f"  {group.name}: {on_joined_loss(group) if joins else _restarts(group)}"
     yield f"  {_ejection(config)}"
     least = config.cluster.min_ready
     few = "all are given up" if least == 1 else f"fewer than {least} are left that are not given up"

@@ -34,7 +34,7 @@ _NO_RESTARTS = "an engine that joins is not given up, but waited for"
 _SILENCE = "an engine that joins is told by its silence: engines.vllm.dead_after"
 
 
-def joining(groups: Groups) -> Iterator[tuple[Path, str]]:
+def joining(groups: Groups, coordinator: Table) -> Iterator[tuple[Path, str]]:
     """Where and how groups that join, or their neighbours, contradict themselves."""
     for index, group in groups:
         at: Path = ("engines", index)
@@ -42,6 +42,9 @@ def joining(groups: Groups) -> Iterator[tuple[Path, str]]:
         if kind == EngineKind.VLLM:
             yield from _no_address(group.get("vllm", {}), at)
             yield from _not_ours(group, at)
+            if coordinator.get("wave_coordination"):
+                message = f"engines.{index} join, and are told of no waves; leave it out"
+                yield ("coordinator", "wave_coordination"), message
         elif kind is not None:
             for key in _given(group.get("vllm"), VllmConfig):
                 message = f"engines of kind {quote(str(kind))} do not join"

@@ -53,7 +53,7 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
         yield from _at_most(supervision, at, ("backoff", 0.1), ("backoff_max", 10.0))
     yield from _same_name(groups)
     yield from _other_model(groups)
-    yield from joining(groups)
+    yield from joining(groups, config.get("coordinator") or {})
     cluster = config.get("cluster") or {}
     yield from _phases(cluster)
     yield from _too_few_engines(cluster, config.get("engines") or ())

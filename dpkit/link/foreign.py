@@ -21,6 +21,8 @@ from msgspec.structs import replace
 from dpkit.engine.checks import find_problem
 from dpkit.errors import EngineLost, RequestRejected
 from dpkit.link.zmq import WireConnection
+from dpkit.messages import EngineOutput
+from dpkit.names import FinishReason
 from dpkit.wire.codec import Abort, Utility, encode_input
 from dpkit.wire.foreign import to_vllm
 from dpkit.wire.structs import EngineReport, FinishCode, UtilityCall
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from dpkit.engine.limits import EngineLimits
     from dpkit.errors import DpkitError
-    from dpkit.link.zmq import Held
+    from dpkit.link.zmq import Held, ZmqLink
     from dpkit.messages import EngineId, GenerateRequest, ModelSpec
     from dpkit.wire.structs import SchedulerStats, UtilityAnswer, WireOutput, WireRequest
     from dpkit.wire.zsocket import ZSocket
@@ -96,12 +98,22 @@ class ForeignConnection(WireConnection):
 
     # To the engine.
 
-    def _write(self, request: GenerateRequest, wire_id: str) -> WireRequest:
-        """Check and complete a request, as nobody does behind this."""
+    def submit(self, request: GenerateRequest, link: ZmqLink) -> str | None:
+        """Send a request; one that can never be served is refused here, as engines do."""
         problem = find_problem(request, self._limits, self._spec)
-        if problem is not None:
-            self._counts.requests_refused += 1
-            raise RequestRejected(f"cannot serve request: {problem}", request_id=request.request_id)
+        if problem is None or self.closed:
+            return super().submit(request, link)
+        self._counts.requests_refused += 1
+        request_id = request.request_id
+        error = RequestRejected(f"cannot serve request: {problem}", request_id=request_id)
+        link.deliver(
+            self.engine,
+            EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error),
+        )
+        return None
+
+    def _write(self, request: GenerateRequest, wire_id: str) -> WireRequest:
+        """Complete a request, as nobody does behind this."""
         return to_vllm(
             request,
             wire_id=wire_id,

@@ -121,8 +121,8 @@ class WireConnection:
 
     # To the engine.
 
-    def submit(self, request: GenerateRequest, link: ZmqLink) -> str:
-        """Send a request; returns what it is called on the wire.
+    def submit(self, request: GenerateRequest, link: ZmqLink) -> str | None:
+        """Send a request; returns what it is called on the wire, None if it has been refused.
 
         Raises:
             EngineLost: this life takes no more requests.
@@ -314,7 +314,8 @@ class ZmqLink:
 
     def submit(self, request: GenerateRequest) -> None:
         """Send a request."""
-        self._wire_ids[request.request_id] = self._connection.submit(request, self)
+        if (wire_id := self._connection.submit(request, self)) is not None:
+            self._wire_ids[request.request_id] = wire_id
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to drop a request; unknown ids are ignored."""

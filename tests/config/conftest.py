@@ -12,6 +12,9 @@ EXAMPLE = Path(__file__).parents[2] / "dpkit.toml"
 
 @pytest.fixture(scope="session")
 def full_example() -> str:
-    """dpkit.toml with all its commented keys taken in, but for `memory`: it excludes num_blocks."""
+    """dpkit.toml with all its commented keys taken in, but for those that exclude others.
+
+    `memory` excludes num_blocks, and engines of the example's kind do not join.
+    """
     text = re.sub(r"^# (\[|[a-z_]+ = )", r"\1", EXAMPLE.read_text(), flags=re.MULTILINE)
-    return re.sub(r"^memory = ", "# memory = ", text, flags=re.MULTILINE)
+    return re.sub(r"^(memory|handshake|host) = ", r"# \1 = ", text, flags=re.MULTILINE)
