@@ -110,6 +110,10 @@ class Client:
                 await self._news.wait()
                 self._news = trio.Event()
 
+    async def wait_heard(self) -> None:
+        """Wait for the first."""
+        await self.wait(lambda: bool(self.heard))
+
     async def wait_loads(self, *loads: tuple[int, int, float]) -> None:
         """Wait until the engines have these loads."""
         await self.wait(lambda: self.loads == loads)
