@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
-from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +16,7 @@ import trio
 from attrs import frozen
 
 from dpkit.cli.logs import set_up
+from dpkit.cli.stops import catch_stops, watch_input
 from dpkit.cli.words import describe
 from dpkit.config.load import load_config
 from dpkit.config.rules import has_weights
@@ -32,9 +31,6 @@ from dpkit.nursery.services import open_services
 from dpkit.wire.address import AddressFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
-
     from dpkit.config.schema import Config, EngineGroupConfig
 
 _FAILED, _NOT_STARTED = 1, 3
@@ -156,41 +152,9 @@ def _dtype(group: EngineGroupConfig) -> str:
 
 async def _serve(place: Place, engine: _Engine, lifeline: bool) -> int:
     stop = trio.Event()
-    with _signals(stop) as stops:
+    with catch_stops(stop) as stops:
         async with open_services(grace=0) as services:
             if lifeline:
-                services.start_soon(_watch_input, stop, name="lifeline")
+                services.start_soon(watch_input, stop, name="lifeline")
             await serve_engine(place, partial(trio.to_thread.run_sync, engine.load), stop)
     return 128 + signal.SIGINT if signal.SIGINT in stops else 0
-
-
-async def _watch_input(stop: trio.Event) -> None:
-    """Set `stop` at the end of standard input; what is written there is not read for anything."""
-    descriptor, read = sys.stdin.fileno(), True
-    while read:
-        await trio.lowlevel.wait_readable(descriptor)
-        read = bool(os.read(descriptor, 4096))
-    stop.set()
-
-
-@contextmanager
-def _signals(stop: trio.Event) -> Iterator[list[int]]:
-    """Have the first SIGTERM or Ctrl-C set `stop`, and the second end the process.
-
-    Plain handlers, not Trio's: they work also while a step hangs on Trio's thread.
-    """
-    token, stops = trio.lowlevel.current_trio_token(), list[int]()
-
-    def handle(signum: int, _frame: FrameType | None) -> None:
-        stops.append(signum)
-        if len(stops) > 1:
-            os._exit(128 + signum)
-        with suppress(trio.RunFinishedError):
-            token.run_sync_soon(stop.set)
-
-    handlers = {signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stops
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)

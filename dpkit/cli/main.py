@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _COMMANDS = {
     "run": "Bring a cluster up and answer prompts.",
     "engine": "Be one engine, for frontends that speak vLLM's wire.",
+    "coordinator": "Tell frontends the load of engines that speak vLLM's wire.",
     "check": "Say all that is wrong with a config; start nothing.",
     "explain": "Say in plain words what a config does; start nothing.",
     "config": "Show what a config comes to.",
