@@ -17,7 +17,7 @@ from dpkit.engine.limits import EngineLimits
 from dpkit.engine.models import load_model
 from dpkit.launch.lifeline import watch_lifeline
 from dpkit.link.engine import Loaded, Place, serve_engine
-from dpkit.link.group import LockstepPlan
+from dpkit.link.group import LockstepPlan, import_ballots
 from dpkit.messages import EngineId
 from dpkit.names import Dtype, Quant
 
@@ -27,12 +27,20 @@ if TYPE_CHECKING:
     from dpkit.abc import Model
 
 
-def prepare(model: str, dtype: str, quant: str) -> Model:
+def prepare(model: str, dtype: str, quant: str, lockstep: bool = False) -> Model:
     """Load the model that the engines of this zygote share.
 
+    Args:
+        model: Its name.
+        dtype: As a config has it.
+        quant: Likewise.
+        lockstep: Whether the engines step together: what they vote by is imported here, once.
+
     Raises:
-        ModelNotFound, ModelUnsupported: it cannot be had.
+        ModelNotFound, ModelUnsupported: it cannot be had. LaunchFailed: torch is missing.
     """
+    if lockstep:
+        import_ballots()
     return load_model(model, dtype=Dtype(dtype), quant=Quant(quant))
 
 

@@ -60,8 +60,9 @@ class Meeting:
 class GlooBallots:
     """Votes of one rank; made by `open_gloo`."""
 
-    def __init__(self, group: Any, meeting: Meeting) -> None:
+    def __init__(self, group: Any, store: Any, meeting: Meeting) -> None:
         self._group = group
+        self._store = store  # which a group keeps alive only as long as it connects
         self._meeting = meeting
         self._options = _dist.AllreduceOptions()
         self._options.reduceOp = _dist.ReduceOp.MAX
@@ -123,6 +124,8 @@ class GlooBallots:
         """Leave the group; one that is left in the middle of a vote ends with the process."""
         if self._is_voting:
             _unfinished.append(self)
+        else:
+            self._group = self._store = None  # its threads end, its connections are closed
 
 
 @asynccontextmanager
@@ -163,7 +166,7 @@ def _meet(meeting: Meeting, facts: dict[str, object], deadline: float) -> GlooBa
             f"{_here(meeting)} met all others at {_where(meeting)}, and could not connect to each "
             f"of them: {_first_line(error)}"
         ) from error
-    return GlooBallots(group, meeting)
+    return GlooBallots(group, store, meeting)
 
 
 def _open_store(meeting: Meeting, deadline: float) -> Any:

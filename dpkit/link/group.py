@@ -18,6 +18,7 @@ from dpkit.nursery.lockstep import Lockstep
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
+    from types import ModuleType
 
     from dpkit.engine.limits import EngineLimits
     from dpkit.engine.waves import Ballot
@@ -103,14 +104,8 @@ async def open_group(
             "which none of them is woken; or leave out coordinator.wave_coordination"
         )
     host, port = _where(init.parallel_config, plan.rendezvous, rank)
-    try:
-        from dpkit.link.gloo import Meeting, open_gloo  # noqa: PLC0415 - costs torch
-    except ImportError as error:
-        raise LaunchFailed(
-            f"engines that step together vote by torch, and {error.name} is missing; "
-            "try: pip install 'dpkit[torch]'"
-        ) from error
-    meeting = Meeting(
+    gloo = import_ballots()
+    meeting = gloo.Meeting(
         host=host,
         port=port,
         place=ranks.index(rank),
@@ -126,16 +121,31 @@ async def open_group(
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "sync_interval": plan.sync_interval,
     }
-    async with open_gloo(meeting, facts) as ballots:
+    async with gloo.open_gloo(meeting, facts) as ballots:
         yield Group(waves=waves, ballots=ballots)
 
 
+def import_ballots() -> ModuleType:
+    """Import what ranks vote by, which costs torch.
+
+    Raises:
+        LaunchFailed: torch is missing.
+    """
+    try:
+        from dpkit.link import gloo  # noqa: PLC0415 - as said
+    except ImportError as error:
+        raise LaunchFailed(
+            f"engines that step together vote by torch, and {error.name} is missing; "
+            "try: pip install 'dpkit[torch]'"
+        ) from error
+    return gloo
+
+
 def _ranks(told: Mapping[str, Any], rank: int, count: int) -> tuple[int, ...]:
-    ranks = told.get(RANKS)
-    if ranks is None:
-        size = told.get("data_parallel_size", count)
-        ranks = range(size) if isinstance(size, int) else ()
-    if not all(isinstance(each, int) for each in ranks) or rank not in ranks:
+    ranks, size = told.get(RANKS), told.get("data_parallel_size", count)
+    if ranks is None and isinstance(size, int):
+        ranks = list(range(size))
+    if not isinstance(ranks, list) or rank not in ranks or {*map(type, ranks)} != {int}:
         raise WireError(
             f"INIT gives rank {rank} a group without itself: {RANKS} {told.get(RANKS)!r:.80}, "
             f"data_parallel_size {told.get('data_parallel_size')!r:.80}"

@@ -141,10 +141,10 @@ class BusyLoop:
     async def _serve(self, runner: Runner) -> None:
         while True:
             aborted = self._drain()
-            self._publish_if_changed()  # a long step must not hide what arrived before it
-            self._flush(aborted)
             lockstep = self.lockstep
             in_wave = lockstep is not None and lockstep.look(self.core.has_requests())
+            self._publish_if_changed()  # a long step must not hide what arrived before it
+            self._flush(aborted)
             if (batch := self.core.schedule()) is not None:
                 if (result := await self._execute(runner, batch)) is None:
                     continue
@@ -246,7 +246,7 @@ class BusyLoop:
         self.inbox.close()
         self._on_lost(cause)
         said = describe(cause)
-        held = list(self._deliver.items())
+        held = [each for each in self._deliver.items() if not self.inbox.is_aborted(each[0])]
         self._deliver.clear()
         queued = self.inbox.drain().requests  # perhaps with an id of the former, of another client
         held += ((request.request_id, deliver) for request, deliver in queued)

@@ -52,7 +52,7 @@ class Lockstep:
         self._waves = waves
         self._ballots = ballots
         self._inbox = inbox
-        self._has_left = False
+        self._broken: EngineLost | None = None
 
     def __repr__(self) -> str:
         return f"<Lockstep of {self._engine}: {self._waves}>"
@@ -95,9 +95,17 @@ class Lockstep:
     # What the busy loop asks.
 
     def look(self, has_work: bool) -> bool:
-        """Take in what came; True: this loop is one of a wave, even if there is no work here."""
+        """Take in what came; True: this loop is one of a wave, even if there is no work here.
+
+        Raises:
+            EngineLost: there is work, and the group has gone.
+        """
+        if self._broken is not None:
+            if has_work:
+                raise self._broken
+            return False
         self._tell(self._waves.look(has_work))
-        return self._waves.runs and not self._has_left
+        return self._waves.runs
 
     async def keep_step(self, has_work: bool) -> None:
         """Count a step that is done, and vote if that is due.
@@ -110,16 +118,18 @@ class Lockstep:
         try:
             tally = await self._ballots.vote(self._waves.ballot(has_work))
         except (TimeoutError, ConnectionError) as error:
-            if self._inbox.closed and not has_work:  # so are all others, and some were quicker
-                self._has_left = True
-                return
             wave, step = self.stamp
-            raise EngineLost(
+            self._broken = EngineLost(
                 f"engine {self._engine} is lost with its group: the vote at step {step} of wave "
                 f"{wave} {error}",
                 engine=self._engine,
-            ) from error
-        self._tell(self._waves.count(tally))
+            )
+            self._broken.__cause__ = error
+            if not self._inbox.closed:
+                raise self._broken from error
+            # All ranks end at once, some sooner. What was aborted here is about to be drained.
+        else:
+            self._tell(self._waves.count(tally))
 
     def _tell(self, words: Iterable[Word]) -> None:
         for word in words:

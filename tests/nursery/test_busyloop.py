@@ -297,6 +297,19 @@ async def test_a_step_that_raises_ends_all_requests_with_the_cause(autojump_cloc
     assert bench.loop.inbox.closed
 
 
+async def test_a_request_that_was_aborted_during_the_last_step_is_told_nothing(
+    autojump_clock: object,
+) -> None:
+    model = Timed(fail_at=2)
+    bench = _bench(model=model)
+    bench.submit("left", max_tokens=10)
+    bench.submit("stays", max_tokens=10)
+    model.before_boom = lambda: bench.abort("left")
+    with pytest.raises(ValueError, match="boom"):
+        await bench.loop.run()
+    assert [output.request_id for _, output in bench.outputs if output.error] == ["stays"]
+
+
 async def test_an_engine_that_loses_blocks_stops_loudly(autojump_clock: object) -> None:
     bench = _bench()
     bench.loop.core._scheduler.pool._refs[24] = 1
