@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.peers.harness import Served
 
-    Serve = Callable[[str, Path], AbstractContextManager[Served]]
+    Serve = Callable[..., AbstractContextManager[Served]]
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,10 +64,13 @@ def environment() -> dict[str, str]:
 def serve(
     vllm_rs: Path, tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 ) -> Serve:
-    """Opens a frontend of two `dpkit engine`s, given a config and what the frontend reads."""
+    """Opens a frontend of two `dpkit engine`s, given a config and what the frontend reads.
+
+    Anything else is for `open_frontend`.
+    """
 
     @contextmanager
-    def opened(toml: str, model: Path) -> Iterator[Served]:
+    def opened(toml: str, model: Path, **options: Any) -> Iterator[Served]:
         folder = tmp_path_factory.mktemp("served")
         config = folder / "dpkit.toml"
         config.write_text(toml)
@@ -76,7 +79,9 @@ def serve(
             command = [sys.executable, "-m", "dpkit", "engine", "--config", str(config)]
             return [*command, "--rank", str(rank), "--handshake", handshake]
 
-        with open_frontend(vllm_rs, model, engine, folder, environment=environment) as served:
+        with open_frontend(
+            vllm_rs, model, engine, folder, environment=environment, **options
+        ) as served:
             yield served
 
     return opened

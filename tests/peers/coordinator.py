@@ -1,55 +1,54 @@
-"""A coordinator of three sockets, as dense engines and their frontends need it.
+"""dpkit's coordinator for engines and frontends that a test starts: in a thread, or as the command.
 
-In a thread of its own, and it remembers: what the engines say is heard while a test waits for HTTP.
+In a thread it remembers: what the engines say is heard while a test waits for HTTP.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
-import zmq
+import attrs
+import trio
+
+from dpkit.balancer.coordinator import CoordinatorRules
+from dpkit.link.coordinator import open_coordinator
+from dpkit.wire.coordinator import CoordinatorAddresses
+from dpkit.wire.zsocket import open_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
     from typing import Self
 
-INTERVAL_S = 0.1
+    from dpkit.messages import EngineStats
+
+INTERVAL_S = 0.002  # what is told is read when it is told on, and a test wants to know when it came
 PATIENCE_S = 15.0
 
 T = TypeVar("T")
 
 
-def endpoint(socket: zmq.Socket[bytes]) -> str:
-    """Where a socket has bound."""
-    address = socket.get(zmq.LAST_ENDPOINT)
-    assert isinstance(address, bytes)
-    return address.rstrip(b"\0").decode()
-
-
 class Coordinator:
-    """Tells engines READY when all are there, and frontends what the engines hold."""
+    """dpkit's own, in a thread with a Trio of its own, and what it heard."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engines: int) -> None:
-        self._engines = engines
-        self._to_frontends = context.socket(zmq.XPUB)
-        self._from_engines = context.socket(zmq.PULL)
-        self._to_engines = context.socket(zmq.XPUB)
-        self._sockets = (self._to_frontends, self._from_engines, self._to_engines)
-        self._to_engines.setsockopt(zmq.XPUB_VERBOSE, 1)
-        for socket in self._sockets:
-            socket.linger = 0
-            socket.bind("tcp://127.0.0.1:*")
+    def __init__(self, engines: int) -> None:
         self.heard: list[tuple[float, int, int, int]] = []
         """(monotonic seconds, rank, running, waiting) of each message, in order."""
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="coordinator")
+        self.addresses: CoordinatorAddresses
+        self._engines = engines
+        self._listens = threading.Event()
+        self._scope = trio.CancelScope()
+        self._thread = threading.Thread(target=trio.run, args=(self._serve,), name="coordinator")
 
     def __enter__(self) -> Self:
         self._thread.start()
+        assert self._listens.wait(PATIENCE_S)
         return self
 
     def __exit__(
@@ -58,20 +57,8 @@ class Coordinator:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self._stopping.set()
+        self._token.run_sync_soon(self._scope.cancel)
         self._thread.join()
-        for socket in self._sockets:
-            socket.close()
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        """Its part of what engines are told."""
-        front, collect, publish = map(endpoint, self._sockets)
-        return {
-            "coordinator_input": publish,
-            "coordinator_output": collect,
-            "frontend_stats_publish_address": front,
-        }
 
     def wait_idle(self, *, after: float = 0.0) -> float:
         """Wait until no engine holds a request, by a word later than `after`; its moment."""
@@ -93,28 +80,52 @@ class Coordinator:
             time.sleep(0.002)
         raise AssertionError(f"not heard: {self.heard[-5:]}")
 
-    def _serve(self) -> None:
-        counts = [[0, 0, 0.0] for _ in range(self._engines)]
-        poller, subscribed, changed, last = zmq.Poller(), 0, False, 0.0
-        for socket in self._sockets:
-            poller.register(socket, zmq.POLLIN)
-        while not self._stopping.is_set():
-            ready = dict(poller.poll(10))
-            if self._to_engines in ready and self._to_engines.recv() == b"\x01":
-                subscribed += 1
-                if subscribed >= self._engines:  # again for each that comes later, as vLLM's does
-                    self._to_engines.send(b"READY")
-            if self._to_frontends in ready:
-                self._to_frontends.recv()
-            if self._from_engines in ready:
-                self._take(msgspec.msgpack.decode(self._from_engines.recv()), counts)
-                changed = True
-            if changed and time.monotonic() - last > INTERVAL_S:
-                self._to_frontends.send(msgspec.msgpack.encode((counts, 0, False)))
-                changed, last = False, time.monotonic()
+    async def _serve(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        rules = _Remembering(self._engines, self.heard)
+        async with open_context() as context, open_coordinator(context, rules) as coordinator:
+            self.addresses = coordinator.addresses
+            self._listens.set()
+            with self._scope:
+                await coordinator.run()
 
-    def _take(self, envelope: list[Any], counts: list[list[Any]]) -> None:
-        rank, stats = envelope[0], envelope[2]
-        running, waiting = stats["num_running_reqs"], stats["num_waiting_reqs"]
-        counts[rank] = [waiting, running, stats["kv_cache_usage"]]
-        self.heard.append((time.monotonic(), rank, running, waiting))
+
+class _Remembering(CoordinatorRules):
+    def __init__(self, engines: int, heard: list[tuple[float, int, int, int]]) -> None:
+        super().__init__(engines, now=trio.current_time(), interval=INTERVAL_S)
+        self._heard = heard
+
+    def on_stats(self, now: float, stats: EngineStats) -> None:
+        self._heard.append((time.monotonic(), stats.index, stats.running, stats.waiting))
+        super().on_stats(now, stats)
+
+
+@contextmanager
+def open_command(
+    engines: int, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[CoordinatorAddresses]:
+    """`dpkit coordinator`, by the line that it prints."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "dpkit", "coordinator", "--engines", str(engines), *options],
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield CoordinatorAddresses(**json.loads(process.stdout.readline()))
+        finally:
+            process.terminate()
+            assert process.wait(PATIENCE_S) == 0
+            process.stdout.close()
+
+
+def init_of(addresses: CoordinatorAddresses) -> dict[str, str]:
+    """A coordinator's part of what engines are told."""
+    told = attrs.asdict(addresses)
+    return {
+        "coordinator_input": told["back_publish"],
+        "coordinator_output": told["back_output"],
+        "frontend_stats_publish_address": told["front"],
+    }

@@ -20,11 +20,13 @@ import msgspec
 import zmq
 from attrs import field, frozen
 
-from tests.peers.coordinator import Coordinator, endpoint
+from tests.peers.coordinator import Coordinator, init_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from dpkit.wire.coordinator import CoordinatorAddresses
 
     EngineCommand = Callable[[int, str], Sequence[str]]  # of a rank and a handshake address
 
@@ -106,16 +108,23 @@ def open_frontend(
     *,
     count: int = 2,
     environment: dict[str, str] | None = None,
+    coordinator_at: CoordinatorAddresses | None = None,
 ) -> Iterator[Served]:
-    """Have `count` engines, a coordinator and `vllm-rs frontend` up, with us as the supervisor."""
+    """Have `count` engines, a coordinator and `vllm-rs frontend` up, with us as the supervisor.
+
+    `coordinator_at`: one that is there already; else a thread of ours is one, and remembers.
+    """
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
         handshake = stack.enter_context(context.socket(zmq.ROUTER))
         handshake.linger = 0
         handshake.bind("tcp://127.0.0.1:*")
-        coordinator = stack.enter_context(Coordinator(context, count))
+        coordinator = None
+        if coordinator_at is None:
+            coordinator = stack.enter_context(Coordinator(count))
+            coordinator_at = coordinator.addresses
         web, inputs, outputs = (stack.enter_context(_listener()) for _ in range(3))
-        address = endpoint(handshake)
+        address = handshake.get_string(zmq.LAST_ENDPOINT)
         engines = [
             stack.enter_context(_process(engine(rank, address), folder / f"engine{rank}.log"))
             for rank in range(count)
@@ -127,8 +136,7 @@ def open_frontend(
                     *("--input-listener-fd", str(inputs.fileno())),
                     *("--output-listener-fd", str(outputs.fileno())),
                     *("--engine-count", str(count), "--data-parallel-size", str(count)),
-                    "--coordinator-address",
-                    coordinator.addresses["frontend_stats_publish_address"],
+                    *("--coordinator-address", coordinator_at.front),
                     *("--args-json", _arguments(model)),
                 ],
                 folder / "frontend.log",
@@ -140,7 +148,7 @@ def open_frontend(
         addresses = {"inputs": [_address(inputs)], "outputs": [_address(outputs)]}
         for listener in (inputs, outputs):
             listener.close()
-        ready = _shake_hands(handshake, addresses | coordinator.addresses, count)
+        ready = _shake_hands(handshake, addresses | init_of(coordinator_at), count)
         served = Served(
             port=port,
             frontend=frontend,
