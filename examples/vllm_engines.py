@@ -4,7 +4,8 @@
 `vllm-rs serve` starts a program that brings its engines up; this is one that brings up dpkit's:
     vllm-rs serve MODEL --data-parallel-size 2 --python examples/vllm_engines.py
 MODEL is a directory in Hugging Face layout. With DPKIT_CONFIG=dpkit.toml in the environment the
-engines are those of that file; without, each is of MODEL and all else is default.
+engines are those of that file; without, each is of MODEL and all else is default. If the file has
+`wave_coordination = true` they step together, as vllm-rs expects of a mixture-of-experts MODEL.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -37,13 +39,15 @@ async def main(arguments: argparse.Namespace, config: str) -> int:
     """Start the engines, and end with the first of them, on SIGTERM, or with vllm-rs."""
     address = f"tcp://{arguments.data_parallel_address}:{arguments.data_parallel_rpc_port}"
     count = arguments.data_parallel_size_local or arguments.data_parallel_size
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"  # vllm-rs tells them no place to meet
     lifeline, _ = os.pipe()  # its other end closes with this process, however that ends
     codes = []
 
     async def engine(rank: int) -> None:
         command = [
             *(sys.executable, "-m", "dpkit", "engine", "--lifeline", "--config", config),
-            *("--rank", str(rank), "--handshake", address),
+            *("--rank", str(rank), "--handshake", address, "--rendezvous", rendezvous),
         ]
         ended = await trio.run_process(command, stdin=lifeline, check=False)
         codes.append(ended.returncode)

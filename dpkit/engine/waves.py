@@ -105,6 +105,11 @@ class Word(NamedTuple):
     start_wave: int | None = None
     wave_complete: int | None = None
 
+    def __str__(self) -> str:
+        if self.start_wave is not None:
+            return f"start_wave {self.start_wave}"
+        return f"wave_complete {self.wave_complete}"
+
 
 class Ballot(NamedTuple):
     """What one rank puts into a vote. The greatest of each number, over all ranks, comes out."""

@@ -7,6 +7,7 @@ vote is synchronous, on Trio's thread.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 from dpkit.errors import EngineLost
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from dpkit.engine.waves import Ballot, EngineWaves, Word
     from dpkit.messages import EngineId
     from dpkit.nursery.inbox import Inbox
+
+
+_log = logging.getLogger(__name__)
 
 
 class Ballots(Protocol):
@@ -133,4 +137,5 @@ class Lockstep:
 
     def _tell(self, words: Iterable[Word]) -> None:
         for word in words:
+            _log.debug("engine %s tells the coordinator: %s", self._engine, word)
             self.say(word)
