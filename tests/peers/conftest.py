@@ -66,18 +66,18 @@ def serve(
 ) -> Serve:
     """Opens a frontend of two `dpkit engine`s, given a config and what the frontend reads.
 
-    Anything else is for `open_frontend`.
+    Options of the engines may follow; what has a name is for `open_frontend`.
     """
 
     @contextmanager
-    def opened(toml: str, model: Path, **options: Any) -> Iterator[Served]:
+    def opened(toml: str, model: Path, *engine_options: str, **options: Any) -> Iterator[Served]:
         folder = tmp_path_factory.mktemp("served")
         config = folder / "dpkit.toml"
         config.write_text(toml)
 
         def engine(rank: int, handshake: str) -> list[str]:
             command = [sys.executable, "-m", "dpkit", "engine", "--config", str(config)]
-            return [*command, "--rank", str(rank), "--handshake", handshake]
+            return [*command, "--rank", str(rank), "--handshake", handshake, *engine_options]
 
         with open_frontend(
             vllm_rs, model, engine, folder, environment=environment, **options

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
+from socket import create_server
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +26,15 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(120)]
 
 PACED = '[[engines]]\nname = "paced"\ncount = 2\nmodel = "cost:h100-8b"\n'
+
+LOCKSTEP = """
+[[engines]]
+model = "echo"
+count = 2
+
+[coordinator]
+wave_coordination = true
+"""
 
 
 def ask_many(served: Served) -> None:
@@ -87,3 +98,37 @@ def test_the_frontend_serves_on_while_the_coordinator_is_gone_and_when_it_is_bac
         with open_command(2, *there, environment=os.environ | environment) as addresses:
             assert trio.run(listen_to, served, addresses) == {0, 1}
             assert served.get("/health")[0] == 200
+
+
+async def hear_waves(served: Served, addresses: CoordinatorAddresses) -> list[tuple[int, bool]]:
+    """What a client of ours hears of waves, while the frontend asks for one answer at a time."""
+    async with open_context() as context, open_client(context, addresses.front) as client:
+        await client.wait_heard()
+        for wave in range(3):
+            ask = partial(served.complete, f"wave {wave}", max_tokens=40)
+            answer = await trio.to_thread.run_sync(ask)
+            assert answer["choices"][0]["text"] == f"wave {wave}"
+
+            def is_over(wave: int = wave) -> bool:
+                last = client.heard[-1]
+                return last.current_wave == wave + 1 and not last.engines_running
+
+            await client.wait(is_over)
+        return [
+            (told.current_wave, told.engines_running) for told in client.heard if told.loads is None
+        ]
+
+
+def test_lockstep_engines_go_through_waves_which_the_frontend_is_told(
+    serve: Serve, byte_model: Path, environment: dict[str, str]
+) -> None:
+    pytest.importorskip("torch")
+    with create_server(("127.0.0.1", 0)) as probe:
+        meet = f"127.0.0.1:{probe.getsockname()[1]}"
+    with (
+        open_command(2, "--waves", environment=os.environ | environment) as addresses,
+        serve(LOCKSTEP, byte_model, "--rendezvous", meet, coordinator_at=addresses) as served,
+    ):
+        waves = trio.run(hear_waves, served, addresses)
+        assert waves == [(0, True), (1, False), (1, True), (2, False), (2, True), (3, False)]
+        assert served.get("/health")[0] == 200
