@@ -19,11 +19,11 @@ from attrs import define, field
 from msgspec.structs import replace
 
 from dpkit.engine.checks import find_problem
-from dpkit.errors import EngineLost, RequestRejected
+from dpkit.errors import EngineLost, RequestRejected, WireError
 from dpkit.link.zmq import WireConnection
 from dpkit.messages import EngineOutput
 from dpkit.names import FinishReason
-from dpkit.wire.codec import Abort, Utility, encode_input
+from dpkit.wire.codec import Abort, EngineDead, Utility, decode_output, encode_input
 from dpkit.wire.foreign import to_vllm
 from dpkit.wire.structs import EngineReport, FinishCode, UtilityCall
 
@@ -186,6 +186,23 @@ class ForeignConnection(WireConnection):
         self._send(encode_input(Utility(call)), method)
 
     # From the engine.
+
+    def take_counts(self, frames: list[bytes]) -> None:
+        """Take in what the engine tells its coordinator: its load, whenever that changes.
+
+        Raises:
+            WireError: it cannot be read, or is no load.
+        """
+        message = decode_output(frames, limit=self._limit)
+        stats = None if isinstance(message, EngineDead) else message.scheduler_stats
+        if stats is None:
+            raise WireError(
+                f"engine {self.engine} steps together with others, or tells its coordinator what "
+                "no engine does that steps by itself",
+                engine=self.engine,
+            )
+        self.stats = stats
+        self._on_stats(stats)
 
     def _take_answer(self, answer: UtilityAnswer) -> None:
         if answer.call_id == self._question:

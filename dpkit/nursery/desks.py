@@ -9,7 +9,8 @@ affair.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
 
 import trio
 import zmq
@@ -42,6 +43,10 @@ class LifeSockets:
     """A ROUTER to send requests by, watched for drops."""
     output: ZSocket
     """A PULL, watched for drops."""
+    to_engine: ZSocket
+    """An XPUB: what a coordinator tells an engine."""
+    counts: ZSocket
+    """A PULL: what an engine tells a coordinator."""
     init: Init
     """What its engine is told."""
 
@@ -111,27 +116,37 @@ class Desk:
 
     @protected_context
     async def open_sockets(self) -> AsyncIterator[LifeSockets]:
-        """Bind the sockets of one life."""
+        """Bind the sockets of one life.
+
+        A coordinator's are among them, for an engine of vLLM's that has none says neither how many
+        requests it has nor that it has dropped one. This one coordinates nobody with anybody.
+        """
         settings = self.settings
         at = f"tcp://{host_and_port(settings.handshake or '')[0]}:*"
-        size = settings.max_message
-        async with (
-            open_context() as context,
-            open_zsocket(
-                context,
-                zmq.ROUTER,
-                bind=at,
-                max_message_bytes=size,
-                watch=True,
-                linger_ms=_LINGER_MS,
-            ) as requests,
-            open_zsocket(context, zmq.PULL, bind=at, max_message_bytes=size, watch=True) as outputs,
-        ):
+        async with AsyncExitStack() as stack:
+            context = await stack.enter_async_context(open_context())
+
+            async def bind(kind: zmq.SocketType, **options: Any) -> ZSocket:
+                size = settings.max_message
+                opened = open_zsocket(context, kind, bind=at, max_message_bytes=size, **options)
+                return await stack.enter_async_context(opened)
+
+            requests = await bind(zmq.ROUTER, watch=True, linger_ms=_LINGER_MS)
+            outputs = await bind(zmq.PULL, watch=True)
+            to_engine, counts = await bind(zmq.XPUB), await bind(zmq.PULL)
             addresses = Addresses(
                 inputs=(reachable(requests.endpoint, settings.host),),
                 outputs=(reachable(outputs.endpoint, settings.host),),
+                coordinator_input=reachable(to_engine.endpoint, settings.host),
+                coordinator_output=reachable(counts.endpoint, settings.host),
             )
-            yield LifeSockets(input=requests, output=outputs, init=Init(addresses=addresses))
+            yield LifeSockets(
+                input=requests,
+                output=outputs,
+                to_engine=to_engine,
+                counts=counts,
+                init=Init(addresses=addresses),
+            )
 
 
 def reachable(endpoint: str, host: str | None) -> str:

@@ -8,6 +8,7 @@ a word that cannot be read, `ENGINE_CORE_DEAD`, or a question without an answer.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -17,7 +18,12 @@ from dpkit.errors import EngineLost, LaunchFailed, WireError
 from dpkit.link.foreign import QUESTION, ForeignConnection
 from dpkit.nursery.wirelife import WireLife
 from dpkit.sampling import shown
-from dpkit.wire.codec import decode_ready_response, rank_identity
+from dpkit.wire.codec import (
+    COORDINATOR_READY,
+    SUBSCRIBE,
+    decode_ready_response,
+    rank_identity,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,6 +123,7 @@ class JoinedLife(WireLife):
         most, key = self._desk.settings.max_message, ForeignConnection.limit_key
         for socket in (sockets.input, sockets.output):
             nursery.start_soon(self._guard, self._watch_link, socket, most, key)
+        nursery.start_soon(self._guard, sockets.to_engine.pump, partial(_be_ready, sockets))
         await guest.greeted.wait()  # for as long as it takes: it is not ours to start
         told = await self._introduce(sockets, guest)
         self.limits = limits_of(told)
@@ -133,6 +140,7 @@ class JoinedLife(WireLife):
         self._attach(connection)
         nursery.start_soon(self._guard, sockets.input.pump, self._refuse)
         nursery.start_soon(self._guard, sockets.output.pump, connection.take)
+        nursery.start_soon(self._guard, sockets.counts.pump, connection.take_counts)
         nursery.start_soon(self._guard, self._watch_silence, connection)
         nursery.start_soon(self._guard, self._forget_aborted, connection)
         await self._check(told, connection)
@@ -197,6 +205,12 @@ class JoinedLife(WireLife):
 
 _UNKNOWN = EngineLimits(max_num_seqs=1, max_num_batched_tokens=1, block_size=1, num_blocks=1)
 """Of an engine that has not joined yet."""
+
+
+def _be_ready(sockets: LifeSockets, frames: list[bytes]) -> None:
+    """Be a coordinator whose engines have all come, as soon as the one of this life has."""
+    if frames == [SUBSCRIBE]:
+        sockets.to_engine.send_nowait([COORDINATOR_READY])
 
 
 def _read(words: list[bytes]) -> ReadyResponse:

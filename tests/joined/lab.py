@@ -27,6 +27,7 @@ from dpkit.nursery.services import open_services
 from dpkit.testing.idle import check_idle
 from dpkit.wire.codec import (
     ENGINE_DEAD,
+    SUBSCRIBE,
     Abort,
     Add,
     decode_init,
@@ -176,7 +177,7 @@ class Puppet:
         self.handshake = handshake
         self._stack = stack
         self._context: Any = None
-        self.input = self.output = handshake
+        self.input = self.output = self.coordinator = handshake
 
     # The handshake, word by word.
 
@@ -192,6 +193,16 @@ class Puppet:
         self.addresses.append(there)
         self.input = await self.open(zmq.DEALER, there.inputs[0])
         self.output = await self.open(zmq.PUSH, there.outputs[0])
+
+    async def subscribe(self) -> list[bytes]:
+        """Subscribe to the coordinator, as whoever heeds one does; what it says to that."""
+        there = self.addresses[-1]
+        assert there.coordinator_input is not None
+        assert there.coordinator_output is not None
+        source = await self.open(zmq.XSUB, there.coordinator_input)
+        self.coordinator = await self.open(zmq.PUSH, there.coordinator_output)
+        source.send_nowait([SUBSCRIBE])
+        return await source.receive()
 
     async def open(self, kind: zmq.SocketType, address: str) -> ZSocket:
         """Connect one more socket; what was sent stays sent when the puppet leaves."""

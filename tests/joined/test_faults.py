@@ -14,7 +14,7 @@ from dpkit.errors import DpkitError, EngineLost, RequestRejected, TryLater
 from dpkit.names import Cause, EngineState
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.services import open_services
-from dpkit.wire.codec import encode_envelope
+from dpkit.wire.codec import COORDINATOR_READY, ENGINE_DEAD, encode_envelope
 from dpkit.wire.structs import (
     Envelope,
     FinishCode,
@@ -397,6 +397,36 @@ async def test_scheduler_stats_reach_the_view_and_old_ones_do_not_stay() -> None
         puppet.say(finished=[wire_id], running=None)
         await until(lambda: loads(0) == (0, 0, 0.0))
         await until(lambda: is_idle(cluster))
+
+
+async def test_counts_come_by_the_coordinators_socket_too() -> None:
+    """The only way by which vLLM's engines tell them when no output goes with them."""
+    async with open_pair(settings="coordinator.interval = '5ms'") as (cluster, puppet):
+        loads = cluster._rules.load
+        assert await puppet.subscribe() == [COORDINATOR_READY]
+        async with open_stream(cluster, puppet):
+            stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.5)
+            counts = encode_envelope(Envelope(0, [], scheduler_stats=stats))
+            puppet.coordinator.send_nowait(counts)
+            await until(lambda: loads(0) == (2, 3, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("frames", "said"),
+    [
+        (encode_envelope(Envelope(0, start_wave=0)), "v-0 steps together with others"),
+        ([ENGINE_DEAD], "v-0 steps together with others, or tells its coordinator"),
+        ([b"\xc1"], "cannot read an output"),
+    ],
+)
+async def test_who_tells_a_coordinator_of_waves_is_not_what_it_is_taken_for(
+    frames: list[bytes], said: str
+) -> None:
+    async with open_pair() as (cluster, puppet):
+        await puppet.subscribe()
+        puppet.coordinator.send_nowait(frames)
+        await until(lambda: told(cluster, EventKind.ENGINE_LOST))
+        assert said in told(cluster, EventKind.ENGINE_LOST)[0].detail
 
 
 async def test_resuming_elsewhere_is_a_longer_prompt() -> None:
