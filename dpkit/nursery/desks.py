@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Never
 
 import trio
 import zmq
 from attrs import frozen
 
 from dpkit.config.checks import host_and_port
+from dpkit.link.together import run_together
 from dpkit.nursery.context import protected_context
 from dpkit.wire.address import AddressFailed
 from dpkit.wire.reception import Reception
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 _LINGER_MS = 1000
 """What a life says last: aborts, and why its engine was refused. Nobody waits for that here."""
+
+_LOOK_AFTER_S = 0.1
+"""After the drop of a peer: by then its last word has been read, and libzmq has let go of it."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,13 +85,17 @@ class Desk:
                         zmq.ROUTER,
                         bind=settings.handshake,
                         max_message_bytes=settings.max_message,
+                        watch=True,
                     ) as socket,
                 ):
-                    self._reception = Reception(socket.send_nowait, self.name)
+                    self._reception = reception = Reception(socket.send_nowait, self.name)
                     self._address = reachable(socket.endpoint, settings.host)
                     _log.info("%s: engines may join at %s", self.name, self._address)
                     self._settled.set()
-                    await socket.pump(self._reception.take)
+                    await run_together(
+                        partial(socket.pump, reception.take),
+                        partial(_look_after_guests, socket, reception),
+                    )
         except AddressFailed as error:
             self.error = error
         finally:
@@ -147,6 +156,24 @@ class Desk:
                 counts=counts,
                 init=Init(addresses=addresses),
             )
+
+
+async def _look_after_guests(socket: ZSocket, reception: Reception) -> Never:
+    """Have it noticed when an engine goes between its HELLO and its READY, which may be minutes."""
+    somebody_left = trio.Event()
+
+    def note(_: str) -> None:
+        somebody_left.set()
+
+    async def look() -> Never:
+        nonlocal somebody_left
+        while True:
+            await somebody_left.wait()
+            await trio.sleep(_LOOK_AFTER_S)
+            somebody_left = trio.Event()
+            reception.look_after()
+
+    await run_together(partial(socket.watch_peers, on_drop=note), look)
 
 
 def reachable(endpoint: str, host: str | None) -> str:

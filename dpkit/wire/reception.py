@@ -108,6 +108,19 @@ class Reception:
         if self._guests.get(guest.rank) is guest:
             del self._guests[guest.rank]
 
+    def look_after(self) -> None:
+        """Find out whether those who were greeted are still there; for when somebody has left.
+
+        libzmq says that a peer has gone, but not which. INIT once more harms nobody: an engine
+        reads it once.
+        """
+        for guest in list(self._guests.values()):
+            if guest.phase is Phase.GREETED:
+                try:
+                    self._send([rank_identity(guest.rank), encode_init(guest.init)])
+                except PeerGone:
+                    guest.fail("it has gone before it was ready")
+
     def take(self, frames: Sequence[bytes]) -> None:
         """Take one message of anybody. Whatever it says, nothing is raised, and one rank hears."""
         identity, *words = frames

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster
     from tests.joined.lab import Puppet
 
+LOCAL = '[[engines]]\nname = "l"\nmodel = "echo"\n'
 SHORT = 'join_timeout = "300ms", dead_after = "10s", abort_timeout = "10s"'
 
 
@@ -134,9 +135,8 @@ async def test_G02_a_port_that_is_taken_fails_the_start_at_once_and_is_named() -
 
 async def test_a_picked_port_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    other = '[[engines]]\nname = "l"\nmodel = "echo"\n'
     config = group("tcp://0.0.0.0:*", vllm='host = "localhost", join_timeout = "50ms"')
-    async with open_joined(config, other):
+    async with open_joined(config, LOCAL):
         [line] = [each for each in caplog.messages if "may join" in each]
         assert line.startswith("v: engines may join at tcp://localhost:")
         address = line.rpartition(" ")[2]
@@ -184,11 +184,10 @@ async def test_how_it_was_built_does_not_matter_and_another_release_may_be_named
 @pytest.mark.parametrize("tasks", [["embed"], [], None, 7])
 async def test_a_model_that_does_not_generate_is_refused(tasks: object) -> None:
     address = free_address()
-    other = '[[engines]]\nname="l"\nmodel="echo"\n'
     async with open_puppet(address) as puppet:
         puppet.tasks = tasks
         config = group(address, vllm=SHORT)
-        async with open_living(puppet), open_joined(config, other) as cluster:
+        async with open_living(puppet), open_joined(config, LOCAL) as cluster:
             lost, *_ = told(cluster, EventKind.ENGINE_LOST, of="v-0")
             assert "does not generate text" in lost.detail
 
@@ -312,12 +311,26 @@ async def test_a_ready_response_that_tells_nothing_ends_that_life(
             await ask(cluster, puppet)
 
 
+async def test_G06_who_dies_between_hello_and_ready_is_noticed_at_once() -> None:
+    """A model takes minutes to load, and another one may be started meanwhile."""
+    address = free_address()
+    async with open_joined(group(address, vllm='join_timeout = "1s"'), LOCAL) as cluster:
+        async with open_puppet(address) as puppet:
+            puppet.hello()
+            await puppet.handshake.receive()
+        await until(lambda: told(cluster, EventKind.ENGINE_LOST))
+        [lost] = told(cluster, EventKind.ENGINE_LOST)
+        assert "it has gone before it was ready" in lost.detail
+        async with open_puppet(address) as again, open_living(again):
+            await until(lambda: serves(cluster, "v-0"))
+            await ask(cluster, again)
+
+
 async def test_who_says_hello_and_never_gets_ready_is_waited_for_anew() -> None:
     address = free_address()
-    other = '[[engines]]\nname="l"\nmodel="echo"\n'
     async with open_puppet(address) as puppet:
         puppet.hello()
-        async with open_joined(group(address, vllm=SHORT), other) as cluster:
+        async with open_joined(group(address, vllm=SHORT), LOCAL) as cluster:
             await until(lambda: told(cluster, EventKind.ENGINE_LOST))
             [lost] = told(cluster, EventKind.ENGINE_LOST)
             assert "v-0 was not ready within 0.3 s of its HELLO" in lost.detail
@@ -329,10 +342,9 @@ async def test_who_says_hello_and_never_gets_ready_is_waited_for_anew() -> None:
 
 
 async def test_a_cluster_is_left_while_it_waits_for_an_engine() -> None:
-    other = '[[engines]]\nname="l"\nmodel="echo"\n'
     config = group(free_address(), vllm='join_timeout = "50ms"')
     with trio.fail_after(3):
-        async with open_joined(config, other):
+        async with open_joined(config, LOCAL):
             pass
 
 
