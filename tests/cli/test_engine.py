@@ -165,6 +165,15 @@ async def test_a_model_that_is_not_there_is_no_start(tmp_path, owner) -> None:
         assert said.startswith("error: loading model 'engine_models:Nothing': ")
 
 
+async def test_a_rank_of_a_group_without_a_coordinator_is_no_start(tmp_path, owner) -> None:
+    toml = SLOW + "[coordinator]\nwave_coordination = true\n"
+    async with open_engine(tmp_path, owner, toml, "--rendezvous", "127.0.0.1:1") as process:
+        await owner.greet()
+        code, said = await ended(process)
+        assert code == 3
+        assert said.startswith("error: rank 0 is to step together with others, and INIT names no")
+
+
 def test_an_address_that_is_none_is_no_start(tmp_path, capsys) -> None:
     (tmp_path / "dpkit.toml").write_text(SLOW)
     args = [

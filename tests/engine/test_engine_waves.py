@@ -168,9 +168,11 @@ def test_a_coordinator_that_knows_nothing_is_told_where_the_waves_are() -> None:
     assert one.report() == [Word(start_wave=3)]
 
 
-def test_repr_tells_the_state() -> None:
+def test_repr_tells_the_state_and_a_word_itself() -> None:
     waves = make(2)
     assert repr(waves) == "<EngineWaves of rank 2: wave 0, step 0, no wave runs>"
+    assert str(Word(start_wave=3)) == "start_wave 3"
+    assert str(Word(wave_complete=2)) == "wave_complete 2"
 
 
 # -- Pauses ----------------------------------------------------------------------------------------
@@ -345,6 +347,7 @@ class IsSilentToNewcomers(EngineWaves):
         return []
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "planted",
     [
@@ -382,6 +385,7 @@ def test_a_planted_row_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> 
         explore(range(2000))
 
 
+@pytest.mark.timeout(60)
 def test_words_of_an_ended_group_must_not_reach_the_coordinator_of_the_next() -> None:
     with pytest.raises(Wrong):
         explore(range(2000), late_words=True)
