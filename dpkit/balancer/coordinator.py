@@ -117,14 +117,22 @@ class CoordinatorRules:
 
     def on_stats(self, now: float, stats: EngineStats) -> None:
         """Take one engine's counts."""
-        if not 0 <= stats.index < len(self._loads):
+        row = (stats.waiting, stats.running, stats.kv_cache_usage)
+        step = (stats.current_wave, stats.step_counter)
+        self.on_counts(now, stats.index, stats.engine, row, step)
+
+    def on_counts(
+        self, now: float, index: int, engine: EngineId, row: Row, step: tuple[int, int]
+    ) -> None:
+        """Take one engine's counts: waiting, running, KV usage; as of which wave and step."""
+        if not 0 <= index < len(self._loads):
             self._unknown_engines += 1
-        elif self._has_ended(stats.index, stats.engine):
+        elif self._has_ended(index, engine):
             self._ended_lives += 1
         else:
             if self._wave_coordination:
-                self._on_step((stats.current_wave, stats.step_counter))
-            self._loads[stats.index] = (stats.waiting, stats.running, stats.kv_cache_usage)
+                self._on_step(step)
+            self._loads[index] = row
             self._changed = True
         self._wait_from(now)
 

@@ -11,6 +11,7 @@ first time, the second, the fourth: its sender may go on for ever.
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Never
@@ -21,7 +22,7 @@ from attrs import frozen
 from dpkit.balancer.coordinator import CoordinatorRules
 from dpkit.errors import WireError
 from dpkit.link.together import run_together
-from dpkit.messages import EngineId, EngineStats, Snapshot
+from dpkit.messages import EngineId, Snapshot
 from dpkit.wire.codec import (
     COORDINATOR_READY,
     MAX_ENGINES,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from dpkit import messages
     from dpkit.balancer.coordinator import CoordinatorStatistics
+    from dpkit.messages import EngineStats
     from dpkit.wire.codec import ScaleElastic
     from dpkit.wire.coordinator import CoordinatorAddresses, CoordinatorSockets
     from dpkit.wire.structs import SchedulerStats
@@ -107,6 +109,7 @@ class WireCoordinator:
         self._unknown = _Oddities("the coordinator heard of an engine that is not in its table")
         self._all_came = self._somebody_new = False
         self._nap = trio.CancelScope()
+        self._wakes_at = -math.inf
 
     def __repr__(self) -> str:
         return (
@@ -175,19 +178,9 @@ class WireCoordinator:
             self._unknown.note(f"rank {rank} of {self.rules.engine_count}")
         if engine is None:
             return  # between two lives
-        self.rules.on_stats(
-            now,
-            EngineStats(
-                engine=engine,
-                index=rank,
-                seq=0,  # the wire keeps the order
-                waiting=counts.num_waiting_reqs,
-                running=counts.num_running_reqs,
-                kv_cache_usage=counts.kv_cache_usage,
-                current_wave=counts.current_wave,
-                step_counter=counts.step_counter,
-            ),
-        )
+        row = (counts.num_waiting_reqs, counts.num_running_reqs, counts.kv_cache_usage)
+        step = (counts.current_wave, counts.step_counter)
+        self.rules.on_counts(now, rank, engine, row, step)
 
     def _on_wave(self, now: float, envelope: Envelope) -> None:
         complete, start = envelope.wave_complete, envelope.start_wave
@@ -265,10 +258,12 @@ class WireCoordinator:
         Where messages can wait they do, and cost a fraction of what waking up for each costs.
         """
         frames = None
-        with trio.CancelScope(deadline=self.rules.due_at) as self._nap:
+        self._wakes_at = self.rules.due_at
+        with trio.CancelScope(deadline=self._wakes_at) as self._nap:
             if self.rules.may_rest:
                 await trio.sleep_forever()
             frames = await self._sockets.from_engines.receive()
+        self._wakes_at = -math.inf
         if frames is not None:
             self._on_output(frames)
 
@@ -277,7 +272,7 @@ class WireCoordinator:
 
     def _hurry(self) -> None:
         """Something has come: what is due may be due sooner."""
-        if self._somebody_new or self.rules.due_at < self._nap.deadline:
+        if self._somebody_new or self.rules.due_at < self._wakes_at:
             self._nap.cancel()
 
     def _speak(self, now: float) -> None:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from dpkit.messages import EngineStats
+    from dpkit.balancer.coordinator import Row
+    from dpkit.messages import EngineId
 
 INTERVAL_S = 0.002  # what is told is read when it is told on, and a test wants to know when it came
 PATIENCE_S = 15.0
@@ -95,9 +96,12 @@ class _Remembering(CoordinatorRules):
         super().__init__(engines, now=trio.current_time(), interval=INTERVAL_S)
         self._heard = heard
 
-    def on_stats(self, now: float, stats: EngineStats) -> None:
-        self._heard.append((time.monotonic(), stats.index, stats.running, stats.waiting))
-        super().on_stats(now, stats)
+    def on_counts(
+        self, now: float, index: int, engine: EngineId, row: Row, step: tuple[int, int]
+    ) -> None:
+        waiting, running, _ = row
+        self._heard.append((time.monotonic(), index, running, waiting))
+        super().on_counts(now, index, engine, row, step)
 
 
 @contextmanager
