@@ -19,9 +19,11 @@ from dpkit.wire.codec import (
     ENGINE_DEAD,
     SUBSCRIBE,
     CoordinatorReady,
+    ScaleElastic,
     encode_envelope,
     encode_hello,
     encode_publish,
+    encode_scale,
 )
 from dpkit.wire.coordinator import CoordinatorAddresses
 from dpkit.wire.structs import (
@@ -368,6 +370,16 @@ async def test_what_no_subscriber_should_say_is_counted_and_logged(
             assert "cannot understand what was said to it" in caplog.messages[0]
         assert coordinator.rules.engine_count == 1
         assert coordinator.statistics().rules.current_wave == 0
+
+
+async def test_how_many_engines_there_are_only_clients_say(context) -> None:
+    async with (
+        open_served(context, 2) as coordinator,
+        open_engine(context, coordinator.addresses) as engine,
+    ):
+        engine.hears.send_nowait([encode_scale(ScaleElastic(9))])
+        await settle(lambda: coordinator.statistics().ignored == 1)
+        assert coordinator.rules.engine_count == 2
 
 
 async def test_unknown_ranks_are_counted_and_change_nothing(context, caplog) -> None:
