@@ -23,6 +23,10 @@ test: $(VENV)/.installed model  ## the whole fast suite
 frontend: $(VENV)/.installed  ## vLLM's real frontend (61 MB), which some tests drive, into your cache
 	$(BIN)/python tests/peers/fetch.py
 
+.PHONY: vllm
+vllm: $(VENV)/.installed  ## vLLM's own Python files and what they need (2 GB), which slow tests drive
+	$(BIN)/python -m tests.peers.vllm_python
+
 # No faulthandler watchdog: a run of minutes died (CPython 3.11) in the middle of its second dump.
 slow: $(VENV)/.peers model  ## soaks, thousands of seeds, comparisons with transformers
 	$(BIN)/pytest -m slow --timeout 1800 -o faulthandler_timeout=0

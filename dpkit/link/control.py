@@ -5,6 +5,7 @@ Knows methods, arguments and answers; who asked, and how an answer travels, is `
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dpkit.nursery.busyloop import BusyLoop
+
+_log = logging.getLogger(__name__)
 
 PROGRESS = "dpkit_progress"
 """dpkit's own method: ``[steps done, seconds that the step under way has taken, or nil]``.
@@ -72,6 +75,7 @@ class Control:
                 answer(self._methods[method](*args))
         except (LookupError, TypeError, ValueError) as error:
             reason = str(error.args[0]) if type(error) is LookupError else describe(error)
+            _log.warning("a frontend's call of %.200s failed: %s", method, reason)
             answer(failure=f"Call to {method} method failed: {reason}")
 
     def go_on(self) -> None:

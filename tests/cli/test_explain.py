@@ -290,3 +290,58 @@ def test_neither_torch_nor_trio_is_imported(file: Path) -> None:
         timeout=15,
     )
     assert not set(done.stdout.splitlines()[-1].split()) & {"torch", "trio", "zmq", "transformers"}
+
+
+JOINING = """
+[[engines]]
+name = "first"
+model = "./weights"
+count = 2
+
+[[engines]]
+name = "gpu"
+kind = "vllm"
+model = "./weights"
+count = 3
+vllm.handshake = "tcp://0.0.0.0:29550"
+vllm.host = "10.0.0.1"
+"""
+
+
+def test_engines_that_join_are_told_of_with_the_commands_that_start_them(
+    explain: Explain, file: Path
+) -> None:
+    file.write_text(JOINING)
+    weights = file.parent / "weights"
+    out = explain(file)
+    assert "gpu-0 to gpu-2 are engines that somebody else starts." in out
+    assert "They join at tcp://10.0.0.1:29550" in out
+    start = f"    vllm serve {weights} --headless --data-parallel-size 3"
+    where = "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 29550"
+    assert f"{start} --data-parallel-size-local 3 {where}\n" in out
+    assert f"{start} --data-parallel-size-local 1 --data-parallel-start-rank RANK {where}\n" in out
+    assert "gpu: an engine is lost when its connection drops" in out
+    _, gpu = json.loads(explain(file, "--json"))["engines"]
+    assert [f"    {each}" for each in gpu["start_with"]] == [
+        line for line in out.splitlines() if line.startswith("    vllm serve")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "said"), [("tcp://[::1]:29550", "--data-parallel-address ::1"), ("tcp://h:*", "PORT")]
+)
+def test_addresses_are_given_as_vllm_takes_them(
+    explain: Explain, file: Path, host: str, said: str
+) -> None:
+    file.write_text(JOINING.replace("tcp://0.0.0.0:29550", host).replace('"10.0.0.1"', '"h"'))
+    if "[" in host:
+        file.write_text(file.read_text().replace('vllm.host = "h"', ""))
+    out = explain(file)
+    assert said in out
+    assert ("The port is picked at the start" in out) == ("*" in host)
+
+
+def test_a_model_that_only_dpkit_has_is_served_by_dpkit(explain: Explain, file: Path) -> None:
+    file.write_text(JOINING.replace("./weights", "echo"))
+    ranks = "for RANK in 2 3 4; do dpkit engine --config"
+    assert f'    {ranks} {file} --rank "$RANK" --handshake tcp://10.0.0.1:29550 & ' in explain(file)

@@ -184,3 +184,18 @@ async def test_the_head_leaves_and_the_engine_lives_on(tmp_path: Path) -> None:
             await stream.__anext__()
         await trio.sleep(0.1)
         assert process.poll() is None, "it is not ours to end"
+
+
+async def test_one_file_serves_the_head_and_the_engines_of_its_groups(tmp_path: Path) -> None:
+    """Ranks of `dpkit engine` count all engines of a config; on the wire, each group's own do."""
+    one, two = free_address(), free_address()
+    config = group(one, count=1), group(two, name="w", count=2)
+    toml = "\n".join(config)
+    async with (
+        open_engine(tmp_path, one, 0, toml),
+        open_engine(tmp_path, two, 1, toml),
+        open_engine(tmp_path, two, 2, toml),
+        open_joined(*config) as cluster,
+    ):
+        for name in ("v-0", "w-0", "w-1"):
+            assert (await cluster.client.complete("hello", engine=name)).text == "hello"
