@@ -18,12 +18,15 @@ from attrs import frozen
 from dpkit.cli.logs import set_up
 from dpkit.cli.stops import catch_stops, watch_input
 from dpkit.cli.words import describe
+from dpkit.config.checks import BadValue
 from dpkit.config.load import load_config
 from dpkit.config.rules import has_weights
+from dpkit.config.units import parse_duration
 from dpkit.engine.models import load_model
 from dpkit.errors import DpkitError, LaunchFailed
 from dpkit.link.engine import Loaded, Place, serve_engine
 from dpkit.link.group import LockstepPlan
+from dpkit.link.redial import serve_again
 from dpkit.messages import EngineId
 from dpkit.names import EngineKind
 from dpkit.nursery.limits import limits_of
@@ -44,6 +47,7 @@ _log = logging.getLogger(__name__)
 @click.option("--handshake", required=True, metavar="ADDR", help="Where to say HELLO.")
 @click.option("--local", is_flag=True, help="Say that the handshake's owner started this engine.")
 @click.option("--lifeline", is_flag=True, help="End when standard input does.")
+@click.option("--redial", metavar="TIME", help="Say HELLO again when all frontends have gone.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where ranks that step together meet.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 def command(  # noqa: PLR0917 - click passes by keyword
@@ -52,17 +56,23 @@ def command(  # noqa: PLR0917 - click passes by keyword
     handshake: str,
     local: bool,
     lifeline: bool,
+    redial: str | None,
     rendezvous: str | None,
     overrides: tuple[str, ...],
 ) -> int:
     """Be one engine of a config, for frontends that speak vLLM's engine-core wire.
 
-    Ranks count the engines of all groups of the config, from 0 on. Whoever owns the handshake at
+    Ranks count the engines of all groups of the config, from 0 on; of a group whose engines join,
+    each says its number in that group. Whoever owns the handshake at
     ADDR (tcp://HOST:PORT or ipc://PATH) tells where the frontends are.
 
     On SIGTERM requests end as aborted, and the exit code is 0. A second signal ends the process at
     once. With --lifeline the end of standard input is as good as SIGTERM: give it a pipe whose
     other end you hold, and the engine does not outlive you.
+
+    With --redial 10s, an engine whose frontends have all been gone for so long begins anew: it says
+    HELLO at ADDR until somebody answers, its model still loaded. Without, it waits for them to come
+    back to where they were.
 
     With coordinator.wave_coordination the engine steps together with all others of the config. The
     owner of the handshake tells them where to meet; if it does not, --rendezvous must: an address
@@ -80,6 +90,7 @@ def command(  # noqa: PLR0917 - click passes by keyword
         publish_delta=(config.coordinator.kv_publish_delta if config.coordinator.publish else None),
         max_message_bytes=engine.group.process.max_message,
         lockstep=_plan(config, engine.group, rendezvous),
+        lease=_lease(redial),
     )
     try:
         return trio.run(_serve, place, engine, lifeline)
@@ -92,6 +103,13 @@ def command(  # noqa: PLR0917 - click passes by keyword
         _log.exception("engine %s failed", engine.name)
         click.echo(f"error: engine {engine.name} failed: {describe(error)}", err=True)
         return _FAILED
+
+
+def _lease(redial: str | None) -> float | None:
+    try:
+        return None if redial is None else parse_duration(redial)
+    except BadValue as error:
+        raise click.UsageError(f"--redial: {error.problem}") from error
 
 
 def _plan(config: Config, group: EngineGroupConfig, rendezvous: str | None) -> LockstepPlan | None:
@@ -156,5 +174,6 @@ async def _serve(place: Place, engine: _Engine, lifeline: bool) -> int:
         async with open_services(grace=0) as services:
             if lifeline:
                 services.start_soon(watch_input, stop, name="lifeline")
-            await serve_engine(place, partial(trio.to_thread.run_sync, engine.load), stop)
+            serve = serve_engine if place.lease is None else serve_again
+            await serve(place, partial(trio.to_thread.run_sync, engine.load), stop)
     return 128 + signal.SIGINT if signal.SIGINT in stops else 0

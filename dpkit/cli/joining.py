@@ -32,6 +32,7 @@ def commands(file: str, group: EngineGroupConfig, first: int) -> list[str]:
     if not has_weights(group.model):  # vLLM has no such model
         ranks = " ".join(map(str, range(first, first + group.count)))
         engine = f'dpkit engine --config {file} --rank "$RANK" --handshake tcp://{host}:{port}'
+        engine += " --redial 10s"
         return [f"for RANK in {ranks}; do {engine} & done; wait"]
     where = f"--data-parallel-address {host.strip('[]')} --data-parallel-rpc-port {port}"
     start = f"vllm serve {group.model} --headless --data-parallel-size {group.count}"

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from dpkit.engine.core import EngineCore
 from dpkit.engine.publish import PublishGate
-from dpkit.errors import WireError, describe
+from dpkit.errors import DpkitError, WireError, describe
 from dpkit.link.frontends import Frontends
 from dpkit.link.group import open_group
 from dpkit.nursery.busyloop import BusyLoop
@@ -51,6 +51,11 @@ class Place:
     publish_delta: float | None  # change of KV usage that is worth a message; None: tell no numbers
     max_message_bytes: int = MAX_MESSAGE_BYTES
     lockstep: LockstepPlan | None = None  # None: it steps alone
+    lease: float | None = None  # seconds that it waits for frontends that have all gone; None: ever
+
+
+class Deserted(DpkitError):  # noqa: N818 - reads as what happened
+    """No frontend of an engine has been there for as long as it waits for one (the world's)."""
 
 
 @frozen(kw_only=True)
@@ -78,6 +83,7 @@ async def serve_engine(
 
     Error handling:
         LaunchFailed, AddressFailed: nobody answered at the handshake, or its group did not meet.
+        Deserted: all its frontends have gone, for longer than its lease.
         WireError: its owner cannot be understood, or none of its frontends, or, if it steps
         together with others, the coordinator. EngineLost: a vote of its group failed.
         What `load` raises, and what the model does, comes out as it is; frontends have been told by
@@ -124,6 +130,7 @@ class _Life:
         self, place: Place, connection: EngineConnection, loaded: Loaded, group: Group | None
     ) -> None:
         self._name = str(place.engine)
+        self._lease = place.lease
         self._connection = connection
         self._inbox = Inbox()
         self._frontends = Frontends(place.rank, self._inbox)
@@ -150,6 +157,7 @@ class _Life:
         self._ready.dp_stats_address = connection.init.addresses.frontend_stats_publish_address
         self._gone: set[int] = set()
         self._expelled: set[int] = set()
+        self._somebody_came = trio.Event()
         self._failure: Exception | None = None
         self._nursery: trio.Nursery
 
@@ -231,15 +239,27 @@ class _Life:
             _log.warning("engine %s: frontend %d has gone", self._name, index)
             self._gone.add(index)
             self._frontends.forget(index)
+            if self._lease is not None and self._frontends.is_deserted:
+                self._start(self._wait_for_frontends, "lease of", self._lease)
 
         def connect(_: object) -> None:
             if index in self._gone:
                 self._gone.remove(index)
                 self._frontends.back(index)
+                self._somebody_came.set()
+                self._somebody_came = trio.Event()
                 socket.send_nowait([encode_ready_response(self._ready)])
 
         with suppress(trio.ClosedResourceError):  # expelled
             await socket.watch_peers(on_connect=connect, on_drop=drop)
+
+    async def _wait_for_frontends(self, lease: float) -> None:
+        """End this life unless a frontend comes back in time."""
+        with trio.move_on_after(lease):
+            while self._frontends.is_deserted:
+                await self._somebody_came.wait()
+        if self._frontends.is_deserted:
+            raise Deserted(f"engine {self._name}: no frontend has been there for {lease:g} s")
 
     async def _hear_coordinator(self, socket: ZSocket) -> None:
         """Take what the coordinator says: READY once more, and waves.

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from dpkit.engine.checks import find_problem
 from dpkit.errors import EngineLost, RequestRejected, WireError
-from dpkit.link.zmq import WireConnection
+from dpkit.link.zmq import ENDING, WireConnection
 from dpkit.messages import EngineOutput
 from dpkit.names import FinishReason
 from dpkit.wire.codec import Abort, EngineDead, Utility, decode_output, encode_input
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from dpkit.engine.limits import EngineLimits
-    from dpkit.errors import DpkitError
     from dpkit.link.zmq import Held, ZmqLink
     from dpkit.messages import EngineId, GenerateRequest, ModelSpec
     from dpkit.wire.structs import SchedulerStats, UtilityAnswer, WireOutput, WireRequest
@@ -39,6 +38,9 @@ if TYPE_CHECKING:
 
 QUESTION = "is_scheduler_paused"
 """A call that every engine answers, at no cost, between two steps: the only sign of life."""
+
+SHUTTING_DOWN = "Server shutting down"
+"""What every call of an engine is answered that has been told to end."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class ForeignConnection(WireConnection):
         limit: Bytes that one message may have, in either direction.
         on_stats: As of `WireConnection`.
         on_gone: As of `WireConnection`.
+        on_leaving: Called when the engine has said that it takes nothing new: it must be picked no
+            more when this returns. What it has it may still finish.
     """
 
     limit_key = "engines.vllm.max_message"
@@ -78,16 +82,18 @@ class ForeignConnection(WireConnection):
         limit: int,
         on_stats: Callable[[SchedulerStats], None],
         on_gone: Callable[[EngineLost], None],
+        on_leaving: Callable[[], None],
     ) -> None:
         super().__init__(engine, rank, socket, limit=limit, on_stats=on_stats, on_gone=on_gone)
         self._counts = EngineReport(free_blocks=limits.num_blocks, num_blocks=limits.num_blocks)
         self.report = self._counts
         self.unacknowledged = 0
         """Aborted requests of which the engine never said that it has dropped them."""
+        self.is_leaving = False
+        """It has said that it takes nothing new."""
         self.asked_at: float | None = None
         """When the question was asked that has no answer yet."""
-        self.current_wave = 0
-        """The newest wave heard of; each request is stamped with it."""
+        self._on_leaving = on_leaving
         self._limits = limits
         self._spec = spec
         self._eos_token_ids = frozenset(i for i in spec.eos_token_ids if i < spec.vocab_size)
@@ -205,6 +211,8 @@ class ForeignConnection(WireConnection):
         self._on_stats(stats)
 
     def _take_answer(self, answer: UtilityAnswer) -> None:
+        if answer.failure_message == SHUTTING_DOWN:
+            self._leave()
         if answer.call_id == self._question:
             self.asked_at = None
         elif (call := self._calls.get(answer.call_id)) is not None:
@@ -225,6 +233,20 @@ class ForeignConnection(WireConnection):
             report.prompt_tokens += len(held.asked.prompt_token_ids or ())
         report.requests_finished += output.finish_reason in {FinishCode.STOP, FinishCode.LENGTH}
 
+    def _take_refusal(self, wire_id: str) -> None:
+        """The engine has been told to end: it takes nothing new, and may finish what it has.
+
+        vLLM's do so for as long as they are told to, and else end all they have in this way.
+        """
+        self._leave()
+        self._lose(wire_id, ENDING)
+
+    def _leave(self) -> None:
+        if not self.is_leaving:
+            self.is_leaving = self.closed = True
+            self._on_leaving()
+            self._note_idle()
+
     def _take_late(self, wire_id: str) -> None:  # noqa: ARG002 - whichever it is
         """An output of a request that has ended here, or never was: nobody gets it.
 
@@ -234,16 +256,20 @@ class ForeignConnection(WireConnection):
 
     def _take_loss(self, wire_id: str) -> None:
         """Only that request is lost; vLLM's frontend, too, lets the others go on."""
-        held = self._held.pop(wire_id)
-        _log.warning("engine %s dropped request %s without a word", self.engine, held.request_id)
-        held.link.fail(held.request_id, self._dropped(held.request_id))
+        what = "dropped it without a word"
+        _log.warning("engine %s, request %s: it %s", self.engine, wire_id, what)
+        self._lose(wire_id, what)
 
-    def _dropped(self, request_id: str) -> DpkitError:
-        return EngineLost(
-            f"engine {self.engine} dropped request {request_id} without a word",
+    def _lose(self, wire_id: str, why: str) -> None:
+        """Have one request lost, and no other."""
+        held = self._held.pop(wire_id)
+        error = EngineLost(
+            f"engine {self.engine} was lost to request {held.request_id}: it {why}",
             engine=self.engine,
-            request_id=request_id,
+            request_id=held.request_id,
         )
+        held.link.fail(held.request_id, error)
+        self._note_idle()
 
     def _settle(self, wire_id: str) -> None:
         self._aborted_at.pop(wire_id, None)

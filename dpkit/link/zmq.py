@@ -49,6 +49,9 @@ PROGRESS = "dpkit_progress"
 """The call that a dpkit engine answers at once, in the middle of a step too."""
 
 
+ENDING = "is shutting down, by no order from here"
+
+
 @define(eq=False)
 class Held:
     """A request that the engine has."""
@@ -92,6 +95,8 @@ class WireConnection:
         self.closed = False
         self.on_idle: Callable[[], None] = lambda: None
         """Called when the engine has nothing of ours left."""
+        self.current_wave = 0
+        """Of engines that step together: the newest that is known here; requests say it."""
         self.progress = Progress()
         self.report: EngineReport | None = None
         """What the engine has done, if it is counted here: dpkit's engines say it themselves."""
@@ -147,7 +152,7 @@ class WireConnection:
         return wire_id
 
     def _write(self, request: GenerateRequest, wire_id: str) -> WireRequest:
-        return to_wire(request, wire_id=wire_id)
+        return to_wire(request, wire_id=wire_id, current_wave=self.current_wave)
 
     def _refuse_large(self, request: GenerateRequest, size: int) -> None:
         """Refuse what the engine would not read: it would drop this connection, and all on it."""
@@ -230,15 +235,18 @@ class WireConnection:
         if isinstance(told.error, EngineLost):  # it is dying: no other may be placed there
             raise told.error
         if told.finish_reason is FinishReason.ABORT:  # by nobody here, so it is about to end
-            raise EngineLost(
-                f"engine {self.engine} is shutting down, by no order from here", engine=self.engine
-            )
+            self._take_refusal(output.request_id)
+            return
         if told.finish_reason is not None:
             del self._held[output.request_id]
             held.link.forget(held.request_id)
         held.link.deliver(self.engine, told)
         if told.finish_reason is not None:
             self._note_idle()
+
+    def _take_refusal(self, wire_id: str) -> None:  # noqa: ARG002 - whichever it is
+        """The engine has ended a request that nobody has aborted."""
+        raise EngineLost(f"engine {self.engine} {ENDING}", engine=self.engine)
 
     def _take_late(self, wire_id: str) -> None:
         if wire_id not in self._aborting:

@@ -219,6 +219,7 @@ class Builder:
                 publish=self._publish,
                 gate=self._gate(),
                 on_lost=on_lost,
+                on_leaving=partial(self._membership.leave, engine, lost=False),
             )
 
         return make

@@ -26,13 +26,15 @@ from dpkit.wire.structs import Addresses, Init
 from dpkit.wire.zsocket import open_context, open_zsocket
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from dpkit.config.schema import EngineGroupConfig
     from dpkit.wire.zsocket import ZSocket
 
 _LINGER_MS = 1000
 """What a life says last: aborts, and why its engine was refused. Nobody waits for that here."""
+
+_NOTICE_AFTER_S = 10.0
 
 _LOOK_AFTER_S = 0.1
 """After the drop of a peer: by then its last word has been read, and libzmq has let go of it."""
@@ -57,13 +59,21 @@ class LifeSockets:
 
 
 class Desk:
-    """The handshake of one group; `run` is a service task, until `stop`."""
+    """The handshake of one group; `run` is a service task, until `stop`.
 
-    def __init__(self, group: EngineGroupConfig) -> None:
+    Args:
+        group: Whose engines join.
+        after: Desks of former groups, which may still be at its address.
+    """
+
+    def __init__(self, group: EngineGroupConfig, *, after: Sequence[Desk] = ()) -> None:
         self.name = group.name
+        self.closed = trio.Event()
+        """Its address is free again."""
         self.settings = group.vllm
         self.error: AddressFailed | None = None
         """Why nobody can join."""
+        self._after = after
         self._address = ""
         self._reception: Reception | None = None
         self._settled = trio.Event()
@@ -78,6 +88,8 @@ class Desk:
         assert settings.handshake is not None, "every such group has one"  # noqa: S101
         try:
             with self._scope:
+                for former in self._after:
+                    await former.closed.wait()
                 async with (
                     open_context() as context,
                     open_zsocket(
@@ -95,11 +107,22 @@ class Desk:
                     await run_together(
                         partial(socket.pump, reception.take),
                         partial(_look_after_guests, socket, reception),
+                        self._tell_who_is_missing,
                     )
         except AddressFailed as error:
             self.error = error
         finally:
             self._settled.set()
+            self.closed.set()
+
+    async def _tell_who_is_missing(self) -> Never:
+        """Say once, in the log, whom a start waits for: it may wait for long."""
+        await trio.sleep(_NOTICE_AFTER_S)
+        missing = [] if self._reception is None else self._reception.missing
+        if missing:
+            who = ", ".join(f"{self.name}-{rank}" for rank in missing)
+            _log.warning("%s: nobody has joined at %s yet for %s", self.name, self._address, who)
+        await trio.sleep_forever()
 
     def stop(self) -> None:
         """There is no such group any more."""

@@ -16,6 +16,7 @@ import trio
 from dpkit.engine.limits import EngineLimits
 from dpkit.errors import EngineLost, LaunchFailed, WireError
 from dpkit.link.foreign import QUESTION, ForeignConnection
+from dpkit.link.zmq import ENDING
 from dpkit.nursery.wirelife import WireLife
 from dpkit.sampling import shown
 from dpkit.wire.codec import (
@@ -49,6 +50,7 @@ class JoinedLife(WireLife):
         desk: Where it joins.
         spec: What is known of the model here.
         model: Its name in the config.
+        on_leaving: Told that the engine takes nothing new, and may still finish what it has.
 
     Error handling of `run`:
         EngineLost: it is gone, dead, dying or silent. WireError: it broke the protocol, or is of
@@ -70,6 +72,7 @@ class JoinedLife(WireLife):
         publish: Callable[[EngineStats], None] | None,
         gate: PublishGate,
         on_lost: Callable[[Exception], None],
+        on_leaving: Callable[[], None],
     ) -> None:
         super().__init__(
             engine=engine,
@@ -83,6 +86,7 @@ class JoinedLife(WireLife):
         self._desk = desk
         self._spec = spec
         self._model = model
+        self._on_leaving = on_leaving
         self._guest: Guest | None = None
         self._ask_every = min(ASK_EVERY_S, desk.settings.dead_after / 4)
 
@@ -136,6 +140,7 @@ class JoinedLife(WireLife):
             limit=most,
             on_stats=self._on_stats,
             on_gone=self._note_gone,
+            on_leaving=self._on_leaving,
         )
         self._attach(connection)
         nursery.start_soon(self._guard, sockets.input.pump, self._refuse)
@@ -146,6 +151,16 @@ class JoinedLife(WireLife):
         await self._check(told, connection)
         guest.welcome()
         self._begin()
+
+    def _note_idle(self) -> None:
+        super()._note_idle()
+        connection = self._connection
+        if (
+            isinstance(connection, ForeignConnection)
+            and connection.is_leaving
+            and connection.is_idle
+        ):
+            self._end_with(EngineLost(f"engine {self.engine} {ENDING}", engine=self.engine))
 
     async def _introduce(self, sockets: LifeSockets, guest: Guest) -> ReadyResponse:
         """Wait until it has loaded its model; returns what it tells of itself."""

@@ -28,6 +28,7 @@ class Launchers:
     def __init__(self) -> None:
         self._hosts: dict[HostKey, ModelHost] = {}
         self._desks: dict[str, Desk] = {}  # by the name of their group
+        self._leaving: list[Desk] = []  # whose address is not free yet
         self._services: Services | None = None
 
     def start(self, services: Services) -> None:
@@ -53,7 +54,7 @@ class Launchers:
         from dpkit.nursery.desks import Desk  # noqa: PLC0415 - see the top
 
         if group.name not in self._desks:
-            self._desks[group.name] = desk = Desk(group)
+            self._desks[group.name] = desk = Desk(group, after=self._leaving)
             self._open(desk)
         return self._desks[group.name]
 
@@ -73,7 +74,9 @@ class Launchers:
         """Let go of the models and desks that none of these groups has."""
         joining = {group.name for group in groups if group.kind is EngineKind.VLLM}
         for name in self._desks.keys() - joining:
-            self._desks.pop(name).stop()
+            desk = self._desks.pop(name)
+            desk.stop()
+            self._leaving = [each for each in (*self._leaving, desk) if not each.closed.is_set()]
         needed = {_key(group) for group in groups if group.kind is EngineKind.PROCESS}
         for key in self._hosts.keys() - needed:
             self._hosts.pop(key).stop()

@@ -121,6 +121,7 @@ class EngineSlot:
         self._is_admitted = not held
         self._patience = patience
         self._patient_until = math.inf
+        self._absence: Exception | None = None
         self._retired = trio.Event()
         self._past = EngineTotals()  # of the lives before the present one
         self._finished = trio.Event()  # retired, and no request is left here
@@ -263,6 +264,8 @@ class EngineSlot:
         )
         self._events.emit(EventKind.ENGINE_READY, engine=life.engine, detail=detail)
         self.is_absent = False
+        if self.last_error is self._absence:
+            self.last_error = None
         self.settled.set()
         if self._is_admitted:
             self._join()
@@ -273,7 +276,7 @@ class EngineSlot:
         if not self.settled.is_set():
             self.is_absent = True
             if self.last_error is None:
-                self.last_error = LaunchFailed(
+                self.last_error = self._absence = LaunchFailed(
                     f"engine {life.engine} has not joined within {self._patience:g} s "
                     f"(engines.vllm.join_timeout): {life!r}",
                     engine=life.engine,

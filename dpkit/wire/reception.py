@@ -91,6 +91,12 @@ class Reception:
     def __repr__(self) -> str:
         return f"<Reception of {self._name}: {len(self._guests)} ranks>"
 
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that are expected and have not said HELLO."""
+        guests = sorted(self._guests.values(), key=lambda guest: guest.rank)
+        return [guest.rank for guest in guests if guest.phase is Phase.EXPECTED]
+
     def expect(self, rank: int, init: Init) -> Guest:
         """Have the next life of a rank told `init`: now, if it has said HELLO already.
 

@@ -167,6 +167,8 @@ class Puppet:
         """Whether aborts are."""
         self.begins = False
         """Whether every request gets its first token, an A, at once."""
+        self.failure: str | None = None
+        """How every call fails."""
         self.tasks: object = ["generate"]
         self.told: dict[str, object] = {}
         """What its ready response says unlike others."""
@@ -252,7 +254,9 @@ class Puppet:
 
     def answer(self, call_id: int, method: str) -> None:
         results = {"get_supported_tasks": self.tasks, "is_scheduler_paused": False}
-        failure = None if method in results else f"Call to {method} method failed: no such thing"
+        failure = self.failure
+        if method not in results:
+            failure = f"Call to {method} method failed: no such thing"
         result = None if failure else (None, results[method])
         answer = UtilityAnswer(call_id, failure, result)
         self.say_frames(encode_envelope(Envelope(self.rank, utility_output=answer)))
@@ -330,13 +334,14 @@ async def open_engine(
     address: str,
     rank: int = 0,
     toml: str = '[[engines]]\nmodel = "echo"\ncount = 9\n',
+    *options: str,
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
     """A real `dpkit engine` in a process of its own; terminated at the end of the block."""
     config = folder / f"engine-{rank}.toml"
     config.write_text(toml)
     command = [
         *(sys.executable, "-m", "dpkit", "engine", "--config", str(config)),
-        *("--rank", str(rank), "--handshake", address),
+        *("--rank", str(rank), "--handshake", address, *options),
     ]
     path = f"{os.getcwd()}:{os.environ.get('PYTHONPATH', '')}"  # noqa: PTH109
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})  # noqa: ASYNC220

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -199,3 +200,56 @@ async def test_one_file_serves_the_head_and_the_engines_of_its_groups(tmp_path: 
     ):
         for name in ("v-0", "w-0", "w-1"):
             assert (await cluster.client.complete("hello", engine=name)).text == "hello"
+
+
+REDIAL = "--redial", "100ms"
+
+
+async def test_E15_engines_say_hello_again_to_a_head_that_was_restarted(tmp_path: Path) -> None:
+    """With the model that they have loaded, and what the former head had asked is dropped."""
+    address = free_address()
+    options = {"max_tokens": 9999, "ignore_eos": True}
+    async with AsyncExitStack() as stack:
+        engines = [open_engine(tmp_path, address, rank, PACED, *REDIAL) for rank in range(2)]
+        processes = [await stack.enter_async_context(each) for each in engines]
+        with trio.CancelScope() as head:
+            async with (
+                open_cluster(make_config(group(address, count=2))) as cluster,
+                cluster.client.generate("for nobody", **options) as stream,  # type: ignore[arg-type]
+            ):
+                await stream.__anext__()
+                head.cancel()
+                await trio.sleep_forever()
+        async with open_joined(group(address, count=2, vllm=QUICK)) as cluster:
+            for rank in range(2):
+                assert (await cluster.client.complete("hello", engine=f"v-{rank}")).text == "hello"
+        assert all(process.poll() is None for process in processes)
+
+
+async def test_one_that_hung_and_goes_on_says_hello_again_by_itself(tmp_path: Path) -> None:
+    address = free_address()
+    async with (
+        open_engine(tmp_path, address, 0, PACED, *REDIAL) as process,
+        open_joined(group(address, vllm=QUICK)) as cluster,
+    ):
+        process.send_signal(signal.SIGSTOP)
+        await until(lambda: told(cluster, EventKind.ENGINE_LOST))
+        process.send_signal(signal.SIGCONT)
+        await until(lambda: serves(cluster, "v-0", 1))
+        assert (await cluster.client.complete("hello")).text == "hello"
+
+
+async def test_one_that_nobody_answers_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """Here listens somebody who does not even speak its language."""
+    async with trio.SocketListener(_listening()) as listener:
+        address = "tcp://{}:{}".format(*listener.socket.getsockname())
+        engine = open_engine(tmp_path, address, 0, PACED, *REDIAL)
+        async with engine as process, await listener.accept():
+            process.terminate()
+            assert await trio.to_thread.run_sync(process.wait) == 0
+
+
+def _listening() -> trio.socket.SocketType:
+    listening = trio.socket.from_stdlib_socket(socket.create_server(("127.0.0.1", 0)))
+    listening.listen()
+    return listening

@@ -132,7 +132,7 @@ async def test_what_ends_a_life_loses_its_requests_and_no_others(
     end: Callable[[Puppet, str], None],
 ) -> None:
     async with open_pair(QUICK + ', max_message = "64KiB"') as (cluster, puppet):
-        with pytest.raises(EngineLost, match="was lost while it held request"):
+        with pytest.raises(EngineLost, match=r"engine v-0 was lost (while it held|to) request"):
             async with open_stream(cluster, puppet) as (stream, wire_id):
                 end(puppet, wire_id)
                 assert (await cluster.client.complete("on the other one")).text
@@ -357,6 +357,39 @@ async def test_a_request_that_is_dropped_without_a_word_goes_elsewhere_alone() -
             await stream.read_all()
         assert second.text == "hello"
         assert serves(cluster, "v-0")
+
+
+async def test_F04_an_engine_that_drains_finishes_what_it_has_and_gets_nothing_new() -> None:
+    """As vLLM's does when it is terminated and has time: it refuses by ending what is new."""
+    async with open_pair() as (cluster, puppet):
+        async with open_stream(cluster, puppet) as (stream, wire_id):
+            async with open_services(grace=1) as services:
+
+                async def refuse() -> None:
+                    terminated(puppet, (await puppet.wait_for_request(2)).request_id)
+
+                services.start_soon(refuse)
+                texts = [(await cluster.client.complete("hello")).text for _ in range(5)]
+            assert texts == ["hello"] * 5
+            assert len(puppet.requests) == 2
+            assert not told(cluster, EventKind.ENGINE_LOST)
+            puppet.finish(wire_id, 66)
+            await stream.read_all()
+        assert stream.text == "AB"
+        [lost] = told(cluster, EventKind.ENGINE_LOST)
+        assert lost.detail.startswith("EngineLost: engine v-0 is shutting down")
+
+
+async def test_an_engine_that_answers_that_it_shuts_down_gets_nothing_new() -> None:
+    async with open_pair() as (cluster, puppet):
+        async with open_stream(cluster, puppet) as (stream, wire_id):
+            puppet.failure = "Server shutting down"
+            await until(lambda: life_of(cluster, "v-0")._connection.is_leaving)  # type: ignore[union-attr]
+            assert (await cluster.client.complete("hello")).engine.name == "l-0"
+            puppet.finish(wire_id, 66)
+            await stream.read_all()
+        assert stream.text == "AB"
+        assert not serves(cluster, "v-0")
 
 
 @pytest.mark.parametrize(
