@@ -194,6 +194,12 @@ def test_a_rank_beyond_the_config_is_a_mistake(tmp_path, capsys) -> None:
     assert "there is no rank 2: the config has ranks 0 to 1" in capsys.readouterr().err
 
 
+def test_how_long_it_waits_for_a_frontend_is_a_duration(tmp_path, capsys) -> None:
+    options = ("--rank", "0", "--handshake", "tcp://127.0.0.1:1", "--redial", "soon")
+    assert _main(tmp_path, *options) == 2
+    assert "--redial: expected a duration such as" in capsys.readouterr().err
+
+
 def _main(folder: Path, *args: str) -> int:
     path = folder / "dpkit.toml"
     path.write_text(SLOW)

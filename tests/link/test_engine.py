@@ -15,7 +15,7 @@ from attrs import define, evolve, field
 
 from dpkit.engine.models.echo import EchoModel
 from dpkit.errors import OutOfMemory, WireError
-from dpkit.link.engine import Loaded, Place, serve_engine
+from dpkit.link.engine import Deserted, Loaded, Place, serve_engine
 from dpkit.messages import EngineId
 from dpkit.wire.address import AddressFailed
 from dpkit.wire.codec import (
@@ -84,7 +84,11 @@ async def context() -> AsyncGenerator[Context]:
 
 @asynccontextmanager
 async def open_engine(
-    owner: Owner, model: Model | None = None, *, publish: bool = True
+    owner: Owner,
+    model: Model | None = None,
+    *,
+    publish: bool = True,
+    lease: float | None = None,
 ) -> AsyncIterator[Engine]:
     engine = Engine()
     place = Place(
@@ -94,6 +98,7 @@ async def open_engine(
         handshake=owner.handshake.endpoint,
         local=True,
         publish_delta=0.02 if publish else None,
+        lease=lease,
     )
     loaded = Loaded(model=model or EchoModel(), limits=LIMITS, dtype="float32")
 
@@ -309,6 +314,38 @@ async def test_E15_requests_of_a_frontend_that_vanished_are_dropped_and_it_may_c
             assert (await again.welcome()).instance_id == "e0#4"
             again.say(ask("a"))
             assert len(await again.entries("a")) == 4
+
+
+async def test_an_engine_whose_last_frontend_is_gone_for_longer_than_its_lease_ends(
+    context,
+) -> None:
+    async with (
+        open_owner(context, frontends=2) as owner,
+        open_engine(owner, lease=0.1) as engine,
+    ):
+        await owner.welcome()
+        first, second = owner.frontends
+        first.input.close()
+        await trio.sleep(0.15)
+        assert not engine.ended.is_set(), "one is left"
+        second.input.close()
+        await engine.ended.wait()
+        assert isinstance(engine.error, Deserted)
+
+
+async def test_a_frontend_that_comes_back_within_the_lease_finds_its_engine(context) -> None:
+    async with open_owner(context) as owner, open_engine(owner, lease=0.3) as engine:
+        await owner.welcome()
+        (frontend,) = owner.frontends
+        address = frontend.input.endpoint
+        frontend.input.close()
+        async with bound_again(context, zmq.ROUTER, address) as socket:
+            again = Frontend(socket, frontend.output, frontend.rank)
+            await again.welcome()
+            await trio.sleep(0.35)
+            again.say(ask("a"))
+            assert len(await again.entries("a")) == 4
+            assert not engine.ended.is_set()
 
 
 @asynccontextmanager
