@@ -4,6 +4,7 @@ Real processes know no virtual clock, so moments are drawn from a seed, from the
 first process to the last answer.
 """
 
+# ruff: noqa: N802 - the reports' numbers are capitals
 from __future__ import annotations
 
 import math
@@ -99,7 +100,7 @@ async def test_a_hundred_moments(start: str) -> None:
         await fails_at(rng.uniform(0, 0.1), start)
 
 
-async def test_a_request_that_is_cancelled_at_any_moment_costs_its_engine_nothing() -> None:
+async def test_E09_a_request_cancelled_at_any_moment_costs_its_engine_nothing() -> None:
     rng = random.Random(5)
     async with open_processes(group(model="Paced", count=2)) as cluster:
         pids = descendants(os.getpid())

@@ -79,7 +79,7 @@ async def test_E04_G02_of_an_engine_that_never_comes_up_the_first_error_is_shown
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
-async def test_G06_G07_whoever_is_killed_before_it_is_ready_is_missed_at_once(
+async def test_F09_G06_G07_whoever_is_killed_before_it_is_ready_is_missed_at_once(
     victim: int, flags: Path
 ) -> None:
     """The first, one in the middle, the last: their pipes must not be held by one another."""

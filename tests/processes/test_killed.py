@@ -129,7 +129,7 @@ async def test_E01_one_of_three_is_killed_at_any_moment_and_nobody_else_notices(
 
 
 @pytest.mark.slow
-async def test_E01_two_hundred_times() -> None:
+async def test_E01_J13_two_hundred_times() -> None:
     ends = await kill_again_and_again(200, seed=2)
     assert ends.keys() == {"stop", "EngineLost"}
 
@@ -160,7 +160,7 @@ async def test_a_seeded_text_that_is_resumed_is_the_text_of_an_undisturbed_run()
         await wait_back(cluster, "e-0", 1)
 
 
-async def test_a_request_sent_to_a_process_that_has_just_died_goes_elsewhere() -> None:
+async def test_J11_a_request_sent_to_a_process_that_has_just_died_goes_elsewhere() -> None:
     async with open_processes(group(model="Paced", count=2)) as cluster:
         kill(cluster, "e-0")
         async with trio.open_nursery() as nursery:

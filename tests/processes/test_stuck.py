@@ -10,7 +10,6 @@ import pytest
 import trio
 
 from dpkit.errors import ClusterNotStarted, EngineLost, LaunchFailed
-from dpkit.names import Cause
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
 from dpkit.testing.processes import is_alive
@@ -23,7 +22,6 @@ from tests.processes.lab import (
     pid_of,
     slot_of,
     told,
-    until,
     wait_back,
 )
 
@@ -51,7 +49,7 @@ async def is_replaced(cluster: Cluster, name: str, since: float, pid: int) -> No
     assert str(ready.engine) == f"{name}#1"
 
 
-async def test_a_stopped_process_is_ejected_at_its_step_timeout_killed_and_replaced() -> None:
+async def test_J12_a_stopped_process_is_ejected_at_its_step_timeout_and_replaced() -> None:
     async with open_processes(group(model="Paced", count=2, supervision=QUICK)) as cluster:
         async with trio.open_nursery() as nursery:
             stream = cluster.client.generate("abcdefghijklmnop", engine="e-0")
@@ -134,13 +132,3 @@ async def test_G05_a_start_that_never_ends_fails_and_names_the_key_and_the_last_
         async with open_cluster(config):
             pytest.fail("an engine that is not ready cannot serve")
     assert isinstance(e.value.__cause__, LaunchFailed)
-
-
-async def test_E13_a_spike_of_two_thousand_requests_is_no_reason_to_kill() -> None:
-    config = group(count=2, supervision=QUICK)
-    async with open_processes(config, settings="admission.max_queued = 4096") as cluster:
-        async with trio.open_nursery() as nursery:
-            for number in range(2000):
-                nursery.start_soon(cluster.client.complete, f"{number:04}" * 4)
-        await until(lambda: cluster.client.statistics().causes[Cause.STOP] == 2000)
-        assert not told(cluster, EventKind.ENGINE_LOST, EventKind.ENGINE_STUCK)
