@@ -239,10 +239,13 @@ async def test_a_tokenizer_that_fails_ends_its_own_request(
         if stop:  # on arrival: it is told as what ended the request
             assert bad.last is not None
             assert isinstance(bad.last.error, ValueError)
-            assert statistics.causes == {Cause.REFUSED: 1, Cause.STOP: 1}
-        else:  # in the sink, by which it failed
+        else:  # when its text was asked for
             assert bad.last is None
-            assert statistics.causes == {Cause.CLIENT: 1, Cause.STOP: 1}
+            assert bad.submission.finish_reason is FinishReason.ERROR
+            with pytest.raises(ValueError, match="no x, please"):
+                bad.submission.take_text()
+        assert statistics.causes == {Cause.REFUSED: 1, Cause.STOP: 1}
+        assert statistics.sinks_failed == 0
         check_idle(cluster)
 
 
