@@ -148,7 +148,15 @@ def test_F01_at_whatever_moment(tmp_path: Path, flags: Path, delay_ms: int, proc
         program.check_nothing_left(early=True)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "loads",
+        "serves",
+        pytest.param("imports", marks=pytest.mark.slow),
+        pytest.param("starts", marks=pytest.mark.slow),
+    ],
+)
 def test_G08_two_signals_end_it_whatever_it_is_at(tmp_path: Path, flags: Path, phase: str) -> None:
     model, said = PHASES[phase]
     with running(tmp_path, flags, model, "") as program:

@@ -129,8 +129,9 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
 
 
+@pytest.mark.slow  # the demo model's test asks the same, where that is to be had
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("start", "transport"), RARELY)
+@pytest.mark.parametrize(("start", "transport"), EVERY_WAY)
 async def test_what_weights_give_is_what_local_engines_give(
     start: str, transport: str, tmp_path: Path
 ) -> None:

@@ -82,7 +82,12 @@ async def test_a_process_that_goes_on_in_time_is_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("model", "order"),
-    [("Obedient", "hang"), ("Obedient", "gil"), ("Obedient", "spin"), ("Inline", "hang")],
+    [
+        ("Obedient", "hang"),
+        ("Obedient", "gil"),
+        ("Inline", "hang"),
+        pytest.param("Obedient", "spin", marks=pytest.mark.slow),
+    ],
 )
 async def test_E03_a_step_that_never_ends_costs_its_engine_only(model: str, order: str) -> None:
     async with open_processes(group(model=model, count=2, supervision=QUICK)) as cluster:
