@@ -50,6 +50,7 @@ class _Held:
     request_id: str
     asked: WireRequest
     link: ZmqLink
+    asks_logprobs: bool
 
 
 class WireConnection:
@@ -130,7 +131,9 @@ class WireConnection:
         except EngineLost as error:
             self._on_gone(error)
             raise
-        self._held[wire_id] = _Held(request.request_id, asked, link)
+        sampling = request.sampling
+        asks_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        self._held[wire_id] = _Held(request.request_id, asked, link, asks_logprobs)
         return wire_id
 
     def _refuse_large(self, request: GenerateRequest, size: int) -> None:
@@ -195,18 +198,22 @@ class WireConnection:
         if envelope.scheduler_stats is not None:
             self.stats = envelope.scheduler_stats
             self.progress.counted(self.stats.step_counter)
+        engine = self.engine
         for output in envelope.outputs:
-            self._take_output(output)
+            held = self._held.get(output.request_id)
+            if held is None:
+                self._take_late(output.request_id)
+            elif output.finish_reason is not None or held.asks_logprobs:
+                self._take_output(output, held)
+            else:  # what comes for every token, so it goes the shortest way
+                told = EngineOutput(request_id=held.request_id, token_ids=output.new_token_ids)
+                held.link.deliver(engine, told)
         for wire_id in envelope.finished_requests or ():
             self._take_end(wire_id)
         if envelope.scheduler_stats is not None:
             self._on_stats(self.stats)
 
-    def _take_output(self, output: WireOutput) -> None:
-        held = self._held.get(output.request_id)
-        if held is None:
-            self._take_late(output.request_id)
-            return
+    def _take_output(self, output: WireOutput, held: _Held) -> None:
         told = output_from_wire(output, held.asked, request_id=held.request_id, engine=self.engine)
         if isinstance(told.error, EngineLost):  # it is dying: no other may be placed there
             raise told.error

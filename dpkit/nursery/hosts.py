@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from dpkit.wire.frontend import open_frontend
 from dpkit.wire.zsocket import open_context
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
     from contextlib import AbstractAsyncContextManager
 
     from dpkit.abc import Launcher, Worker
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId
     from dpkit.wire.frontend import FrontendSockets
+    from dpkit.wire.zsocket import Context
 
 WORK = "dpkit.launch.child:work"
 """What an engine's process does."""
@@ -41,6 +43,29 @@ GRACE_S = 1.0
 
 _LONGEST_FOLDER = 80
 """Of the 107 bytes that the path of a Unix socket may have; the rest is for its name."""
+
+
+class _SharedContext:
+    """One ZeroMQ context, and with it one I/O thread, for all lives that have sockets now."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._opened: AbstractAsyncContextManager[Context]
+        self._context: Context
+
+    @asynccontextmanager
+    async def use(self) -> AsyncGenerator[Context]:
+        """Open it, if nobody has; who leaves last closes it."""
+        if not self._users:
+            self._opened = open_context()
+            self._context = await self._opened.__aenter__()
+        self._users += 1
+        try:
+            yield self._context
+        finally:
+            self._users -= 1
+            if not self._users:  # whoever comes while it closes opens another one
+                await self._opened.__aexit__(None, None, None)
 
 
 class ModelHost:
@@ -53,6 +78,7 @@ class ModelHost:
         self._group = group
         self._launcher: Launcher | None = None
         self._folder = ""
+        self._context = _SharedContext()
         self._numbers = count()
         self._settled = trio.Event()
         self._scope = trio.CancelScope()
@@ -108,6 +134,10 @@ class ModelHost:
         assert self._launcher is not None  # noqa: S101 - settled, and without an error
         return self._launcher
 
+    def use_context(self) -> AbstractAsyncContextManager[Context]:
+        """The context for the sockets of a life, which must be closed by then."""
+        return self._context.use()
+
     def addresses(self, transport: Transport) -> tuple[str, str, str]:
         """Three addresses to bind: for the handshake, for requests, for outputs."""
         if transport is Transport.TCP:
@@ -138,7 +168,7 @@ class EngineHost:
         await self.model.launcher()  # no model, no folder
         handshake, requests, outputs = self.model.addresses(self.group.process.transport)
         async with (
-            open_context() as context,
+            self.model.use_context() as context,
             open_frontend(
                 context,
                 ranks=[rank],
