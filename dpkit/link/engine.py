@@ -111,7 +111,7 @@ class _Life:
         self._name = str(place.engine)
         self._connection = connection
         self._inbox = Inbox()
-        self._frontends = Frontends(place.rank, self._inbox)
+        self._frontends = Frontends(place.rank, self._inbox, limit=place.max_message_bytes)
         self._loop = BusyLoop(
             engine=place.engine,
             index=place.rank,

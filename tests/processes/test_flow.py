@@ -136,6 +136,13 @@ async def test_what_an_engine_would_not_read_is_refused_and_costs_it_nothing() -
         assert not told(cluster, EventKind.ENGINE_LOST)
 
 
+@pytest.mark.slow
+async def test_what_the_config_lets_an_engine_read_it_reads() -> None:
+    async with open_processes(group(process='max_message = "128MiB"')) as cluster:
+        salt = "y" * (70 * 2**20)  # more than is read unless somebody says so
+        assert (await cluster.client.complete("hello", cache_salt=salt)).text == "hello"
+
+
 async def test_whatever_an_id_is_made_of_its_request_ends_once() -> None:
     async with open_processes(group()) as cluster:
         for request_id in ["\0", "ü" * 100, "a-0", "a", "a\nb"]:
