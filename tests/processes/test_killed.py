@@ -62,6 +62,7 @@ class Round:
                     self.elsewhere.update(cluster._flights[0].placed_on(slot.engine))
             pid = kill(cluster, victim)
             nursery.start_soon(self._ask, cluster, REQUESTS)
+            nursery.start_soon(self._audit, cluster, nursery)
         await wait_back(cluster, victim, epoch + 1)
         assert not is_alive(pid)
 
@@ -74,6 +75,12 @@ class Round:
                 cluster.client, self.prompts[name], request_id=name, resume=number % 2 == 1
             )
         )
+
+    async def _audit(self, cluster: Cluster, others: trio.Nursery) -> None:
+        """See the books agree, at every moment."""
+        while len(others.child_tasks) > 1:
+            assert cluster.audit() == ()
+            await trio.sleep(0.002)
 
     def check(self, cluster: Cluster) -> None:
         """Each request has what it is to have."""
