@@ -11,8 +11,10 @@ import math
 from typing import TYPE_CHECKING, Any, Never
 
 import trio
+from attrs import evolve
+from msgspec import UNSET
+from msgspec.structs import replace
 
-from dpkit.engine.core import EngineCoreStatistics
 from dpkit.errors import (
     DpkitError,
     EngineLost,
@@ -22,8 +24,8 @@ from dpkit.errors import (
     describe,
 )
 from dpkit.link.zmq import WireConnection, ZmqLink
-from dpkit.messages import EngineStats, StepReport
 from dpkit.wire.codec import rank_identity
+from dpkit.wire.reports import statistics_from_wire, stats_from_wire
 from dpkit.wire.structs import EngineReport, SchedulerStats
 
 if TYPE_CHECKING:
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from dpkit.abc import Worker
+    from dpkit.engine.core import EngineCoreStatistics
     from dpkit.engine.publish import PublishGate
-    from dpkit.messages import EngineId
+    from dpkit.messages import EngineId, EngineStats, StepReport
     from dpkit.nursery.hosts import EngineHost
     from dpkit.nursery.inbox import Deliver
     from dpkit.wire.frontend import FrontendSockets
@@ -106,7 +109,9 @@ class RemoteLife:
     @property
     def step_started_at(self) -> float | None:
         """When what the engine is at began, as far as it has said."""
-        return None if self._connection is None else self._connection.progress.step_started_at
+        if self._connection is None or self.cause is not None:
+            return None
+        return self._connection.progress.step_started_at
 
     async def run(self) -> None:
         """Launch the process and serve, until closed and nothing is left to do.
@@ -192,7 +197,7 @@ class RemoteLife:
             sockets.input,
             limit=self._host.group.process.max_message,
             on_stats=self._on_stats,
-            on_gone=self._note_gone,
+            on_gone=self._give_up,
         )
         connection.on_idle = self._note_idle
         connection.closed = self._closed
@@ -205,14 +210,14 @@ class RemoteLife:
             nursery.start_soon(self._guard, socket.pump, self._refuse)
         try:
             await sockets.output.pump(connection.take)
-        except EngineLost:
-            self._is_explained = False
-            raise
+        except EngineLost as error:
+            self._give_up(error)
 
-    def _note_gone(self, error: EngineLost) -> None:
-        """A request met the end of this life before its watchers did."""
+    def _give_up(self, cause: EngineLost) -> None:
+        """Take note of an end that is not known from the process: it may be about to say more."""
         self._is_explained = False
-        self._end_with(error)
+        self._tell(cause)
+        self._scope.deadline = trio.current_time() + _DEATH_S
 
     def _explain(self) -> None:
         """Say how the process ended, where only others have said yet that it did."""
@@ -275,22 +280,11 @@ class RemoteLife:
         if self._publish is None or not self._gate.due(running, waiting, stats.kv_cache_usage):
             return
         self._seq += 1
-        self._publish(
-            EngineStats(
-                engine=self.engine,
-                index=self._rank,
-                seq=self._seq,
-                waiting=waiting,
-                running=running,
-                kv_cache_usage=stats.kv_cache_usage,
-                current_wave=stats.current_wave,
-                step_counter=stats.step_counter,
-                report=self.report(),
-            )
-        )
+        self._publish(self._read(stats))
 
     def _note_idle(self) -> None:
-        if self._closed and self._connection is not None and self._connection.is_idle:
+        ends_well = self._closed and self.cause is None
+        if ends_well and self._connection is not None and self._connection.is_idle:
             self._finished.set()
 
     # The end.
@@ -313,8 +307,12 @@ class RemoteLife:
     def abandon(self) -> None:
         """Nothing: a process that does not end is killed as it is."""
 
-    @trio.lowlevel.enable_ki_protection
     def _end_with(self, cause: Exception) -> None:
+        self._tell(cause)
+        self._scope.cancel()
+
+    @trio.lowlevel.enable_ki_protection
+    def _tell(self, cause: Exception) -> None:
         """This life is over: first whoever places requests is told, then the requests are."""
         if self.cause is not None:
             return
@@ -323,7 +321,6 @@ class RemoteLife:
         self._on_lost(cause)
         if self._connection is not None:
             self._connection.fail_all(cause, describe(cause))
-        self._scope.cancel()
 
     # What is known of it.
 
@@ -334,33 +331,17 @@ class RemoteLife:
 
     def statistics(self) -> EngineCoreStatistics:
         """What the engine has done since its birth, by its newest word."""
-        stats, said = self._stats, self._said
-        return EngineCoreStatistics(
-            running=0 if self.cause else stats.num_running_reqs,
-            waiting=0 if self.cause else stats.num_waiting_reqs,
-            kv_cache_usage=0.0 if self.cause else stats.kv_cache_usage,
-            free_blocks=self.limits.num_blocks if self.cause else said.free_blocks,
-            num_blocks=self.limits.num_blocks,
-            peak_kv_usage=said.peak_kv_usage,
-            steps=said.steps,
-            requests_finished=said.requests_finished,
-            requests_aborted=said.requests_aborted,
-            requests_refused=said.requests_refused,
-            prompt_tokens=said.prompt_tokens,
-            output_tokens=said.output_tokens,
-            preemptions=said.preemptions,
-            prefix_hit_tokens=said.prefix_hit_tokens,
-            steps_halved=said.steps_halved,
-        )
+        told = statistics_from_wire(self._stats)
+        assert told is not None, "`_stats` has all counts"  # noqa: S101
+        if self.cause is None:
+            return told
+        return evolve(told, running=0, waiting=0, kv_cache_usage=0.0, free_blocks=told.num_blocks)
 
     def report(self) -> StepReport:
         """How much work its requests are, by its newest word."""
-        said = self._said
-        return StepReport(
-            step_time_s=said.step_time_s,
-            unprefilled_tokens=said.unprefilled_tokens,
-            context_tokens=said.context_tokens,
-        )
+        report = self._read(self._stats).report
+        assert report is not None, "`_stats` has one"  # noqa: S101
+        return report
 
     def audit(self, charged: AbstractSet[str]) -> Iterator[str]:
         """What is charged to it against what was sent there, and against its own word when idle."""
@@ -372,13 +353,14 @@ class RemoteLife:
 
     @property
     def _stats(self) -> SchedulerStats:
-        return SchedulerStats() if self._connection is None else self._connection.stats
+        said = SchedulerStats() if self._connection is None else self._connection.stats
+        if said.dpkit is UNSET:  # nothing has been said yet
+            blocks = self.limits.num_blocks
+            said = replace(said, dpkit=EngineReport(free_blocks=blocks, num_blocks=blocks))
+        return said
 
-    @property
-    def _said(self) -> EngineReport:
-        said = self._stats.dpkit
-        idle = EngineReport(free_blocks=self.limits.num_blocks)
-        return said if isinstance(said, EngineReport) else idle
+    def _read(self, stats: SchedulerStats) -> EngineStats:
+        return stats_from_wire(stats, engine=self.engine, index=self._rank, seq=self._seq)
 
 
 def gist(lines: Iterable[str]) -> str:

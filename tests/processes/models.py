@@ -114,12 +114,12 @@ class HangsAndSays(EchoModel):
 
 
 class HangsInAllocate(EchoModel):
-    """In its first life only."""
+    """If its cache has seven blocks, and in its first life only."""
 
     inline: ClassVar[bool] = False
 
     def allocate(self, *, num_blocks: int, block_size: int) -> Any:
-        if first_time("allocate"):
+        if num_blocks == 7 and first_time("allocate"):
             while True:
                 pass
         return super().allocate(num_blocks=num_blocks, block_size=block_size)
