@@ -56,7 +56,7 @@ async def test_E07_a_model_that_fails_costs_its_engine_only_and_says_how_it_ende
                 with pytest.raises(EngineLost, match=how):
                     async with stream:
                         await stream.read_all()
-            assert stream.text in {order[:2], order[:1]}, "the last one may die on its way"
+            assert order[:2].startswith(stream.text), "what was last may die on its way"
             await wait_back(cluster, "e-0", life + 1)
             await _echo(cluster.client, "hello", "e-0")
             lost = told(cluster, EventKind.ENGINE_LOST)
