@@ -113,7 +113,8 @@ def belongings() -> Counter[str]:
 async def kill_again_and_again(times: int, seed: int) -> Counter[str]:
     """Kill one of three engines under load, so many times; returns how requests ended."""
     rng, history = random.Random(seed), History()
-    async with open_processes(group(model="Paced", count=3)) as cluster:
+    storm = "admission.retry_budget = 1"  # for losses every few moments, more than a share
+    async with open_processes(group(model="Paced", count=3), settings=storm) as cluster:
         await until(lambda: all(is_ready(cluster, f"e-{n}") for n in range(3)))
         before = belongings()
         for number in range(times):
