@@ -121,7 +121,7 @@ async def test_what_a_worker_writes_is_logged_by_its_name(caplog: pytest.LogCapt
 async def test_lines_of_a_workers_own_logging_keep_their_level(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "dpkit")
     args = {"a": "INFO:app:hello", "b": "ERROR app: oh", "c": "DEBUGGING", "d": "INFORMATION"}
     async with (
         open_zygote(f"{HERE}:prepare", name="zygote") as zygote,
