@@ -236,3 +236,18 @@ async def test_repr_tells_the_state() -> None:
             worker.kill()
             assert str(await worker.wait()) == "was killed by SIGKILL"
     assert repr(worker) == f"<Worker w pid {worker.pid}: was killed by SIGKILL>"
+
+
+@pytest.mark.parametrize("inner", ["open_zygote", "open_spawner"])
+async def test_a_program_that_its_own_zygote_imports_does_not_start_processes_without_end(
+    inner: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = {"UNGUARDED": "1", **({"SPAWN": "1"} if inner == "open_spawner" else {})}
+    with pytest.raises(
+        LaunchFailed,
+        match=rf"RuntimeError: {inner} was called while unguarded is being imported: .*"
+        r'`trio.run\(main\)`, under `if __name__ == "__main__":`',
+    ):
+        async with open_zygote("unguarded:prepare", name="zygote", env=env):
+            pass
+    assert [record.message for record in caplog.records].count("runs") == 1

@@ -183,3 +183,37 @@ async def test_a_zygote_that_is_killed_takes_its_engines_along_and_all_come_back
         for name in ("e-0", "e-1"):
             await wait_back(cluster, name, 1)
         assert (await cluster.client.complete("hello")).text == "hello"
+
+
+@pytest.mark.parametrize("kind", ["local", "process"])
+async def test_a_program_that_is_imported_for_its_model_does_not_open_clusters_without_end(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bare_program.py").write_text(BARE_PROGRAM.replace("KIND", kind))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = make_config(f'engines = [{{ model = "bare_program:Mine", kind = "{kind}" }}]')
+    with pytest.raises(
+        ModelUnsupported,
+        match=r"'bare_program:Mine': RuntimeError: open_cluster was called while bare_program is "
+        r'being imported: .* under `if __name__ == "__main__":`',
+    ):
+        async with open_cluster(config):
+            pytest.fail("the program would run in itself")
+
+
+BARE_PROGRAM = """
+import trio
+from dpkit import open_cluster
+from dpkit.config.load import parse_config
+from dpkit.engine.models.echo import EchoModel
+
+class Mine(EchoModel):
+    inline = False
+
+async def main():
+    config = '[[engines]]\\nmodel = "bare_program:Mine"\\nkind = "KIND"'
+    async with open_cluster(parse_config(config)):
+        pass
+
+trio.run(main)
+"""
