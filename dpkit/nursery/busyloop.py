@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, describe
+from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, describe, reason
 from dpkit.link.local import LocalLink
 from dpkit.messages import EngineOutput, EngineStats, StepReport
 from dpkit.names import FinishReason
@@ -224,7 +224,7 @@ class BusyLoop:
         self.cause = cause
         self.inbox.close()
         self._on_lost(cause)
-        said = describe(cause)
+        said = reason(cause)
         held = list(self._deliver.items())
         self._deliver.clear()
         queued = self.inbox.drain().requests  # perhaps with an id of the former, of another client

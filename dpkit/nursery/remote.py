@@ -22,6 +22,7 @@ from dpkit.errors import (
     LaunchFailed,
     WireError,
     describe,
+    reason,
 )
 from dpkit.link.zmq import WireConnection, ZmqLink
 from dpkit.wire.codec import rank_identity
@@ -320,7 +321,7 @@ class RemoteLife:
         self.close()
         self._on_lost(cause)
         if self._connection is not None:
-            self._connection.fail_all(cause, describe(cause))
+            self._connection.fail_all(cause, reason(cause))
 
     # What is known of it.
 

@@ -64,6 +64,25 @@ async def test_E07_a_model_that_fails_costs_its_engine_only_and_says_how_it_ende
             assert end in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["local", "process"])
+async def test_a_lost_engine_says_the_same_of_each_request_wherever_it_lives(kind: str) -> None:
+    said: list[str] = []
+    config = make_config(group(model="Obedient").replace('"process"', f'"{kind}"'))
+    async with open_cluster(config) as cluster, trio.open_nursery() as nursery:
+
+        async def ask(prompt: str) -> None:
+            with pytest.raises(EngineLost) as caught:
+                await cluster.client.complete(prompt)
+            said.append(str(caught.value))
+
+        for prompt in ("waits without end" * 100, "raise:abcdefgh"):
+            nursery.start_soon(ask, prompt)
+    assert sorted(said) == [
+        f"engine e-0 was lost while it held request dpkit-0-{n}: RuntimeError: this model broke"
+        for n in (1, 2)
+    ]
+
+
 async def test_E04_G02_of_an_engine_that_never_comes_up_the_first_error_is_shown() -> None:
     config = make_config(
         group(model="BreaksInAllocate", supervision='intensity = 2, backoff = "1ms"')
