@@ -114,7 +114,8 @@ class BusyLoop:
                 self.ready.set()
                 await self._serve(runner)
         except Exception as error:
-            error.add_note(f"in engine {self.engine}, step {self._steps + 1}")
+            where = f"step {self._steps + 1}" if self.ready.is_set() else "allocate"
+            error.add_note(f"in engine {self.engine}, {where}")
             self.lose(self._judge(error))
             raise
         except trio.Cancelled:

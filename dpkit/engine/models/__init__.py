@@ -56,6 +56,11 @@ def load_face(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NONE
     Imports no torch. A class of yours is made all the same, since only it knows its tokenizer: load
     in `allocate`, or in the first `execute`, what is heavy.
     """
+    if name.startswith("__main__:"):
+        raise ModelNotFound(
+            f"loading model {name!r}: a class in __main__ cannot be found by an engine's process; "
+            'move it to a module, "pkg.mod:Class"'
+        )
     if name == "echo" or name.startswith("cost:") or _CLASS_PATH.fullmatch(name):
         return load_model(name)
     try:
