@@ -198,9 +198,9 @@ class WireConnection:
         if envelope.scheduler_stats is not None:
             self.stats = envelope.scheduler_stats
             self.progress.counted(self.stats.step_counter)
-        engine = self.engine
+        engine, find = self.engine, self._held.get
         for output in envelope.outputs:
-            held = self._held.get(output.request_id)
+            held = find(output.request_id)
             if held is None:
                 self._take_late(output.request_id)
             elif output.finish_reason is not None or held.asks_logprobs:
@@ -256,9 +256,10 @@ class WireConnection:
 
     def fail_all(self, cause: Exception, said: str) -> None:
         """Tell every request that is here that its engine is lost."""
-        held, self._held = self._held, {}
+        held = list(self._held.values())
+        self._held.clear()
         self._aborting.clear()
-        for each in held.values():
+        for each in held:
             error = EngineLost(
                 f"engine {self.engine} was lost while it held request {each.request_id}: {said}",
                 engine=self.engine,

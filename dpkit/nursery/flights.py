@@ -160,7 +160,7 @@ class Flights:
     def deliver(self, engine: EngineId, output: EngineOutput) -> None:
         """Route one output to its receiver; called by links, on Trio's thread, for every token."""
         flight = self._flights.get(output.request_id)
-        if flight is None or flight.engine != engine:
+        if flight is None or (flight.engine is not engine and flight.engine != engine):
             self.late_outputs += 1
             return
         if output.error is not None and self._try_elsewhere(flight, output.error):

@@ -19,6 +19,7 @@ from dpkit.nursery.mailbox import Mailbox
 from dpkit.nursery.scribe import Scribe
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
     from types import TracebackType
 
     from dpkit.balancer.dispatch import Placement
@@ -49,6 +50,31 @@ class OutputStream:
     how long the engine runs.
     """
 
+    __slots__ = (  # there may be many thousands, each of them touched for every token
+        "__weakref__",
+        "_ended_at",
+        "_failure",
+        "_first_token_at",
+        "_flights",
+        "_is_open",
+        "_mailbox",
+        "_placed",
+        "_read_failure",
+        "_scribe",
+        "_started_at",
+        "_texts",
+        "_tokens_read",
+        "_write",
+        "deliver",
+        "delivered",
+        "finish_reason",
+        "logprobs",
+        "placement",
+        "prompt_logprobs",
+        "request",
+        "scans",
+    )
+
     def __init__(self, flights: Flights, request: GenerateRequest, transcript: Transcript) -> None:
         self.request = request
         self.scans = bool(request.sampling.stop)
@@ -65,7 +91,7 @@ class OutputStream:
         self._texts: list[str] = []
         self._mailbox = Mailbox(request.request_id)
         self.deliver = self._mailbox.put_nowait
-        self._placed = trio.lowlevel.ParkingLot()
+        self._placed: trio.lowlevel.ParkingLot | None = None  # who waits for a place
         self._failure: Exception | None = None
         self._read_failure: Exception | None = None  # the same, once the reader has come to it
         self._started_at = self._first_token_at = self._ended_at = math.nan
@@ -112,6 +138,7 @@ class OutputStream:
         return self
 
     async def _wait_placed(self) -> None:
+        self._placed = trio.lowlevel.ParkingLot()
         try:
             await self._placed.park()
         except BaseException:  # cancelled in the queue, or just when it was placed
@@ -140,7 +167,7 @@ class OutputStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Output:
+    def __anext__(self) -> Awaitable[Output]:
         """Wait for the next output: all that became ready since the last one.
 
         Raises:
@@ -156,31 +183,33 @@ class OutputStream:
         """
         if not self._is_open:
             self._refuse_to_read()
-        received = await self._mailbox.take()
-        self._tokens_read += len(received.token_ids)
-        if (reason := received.finish_reason) is not None:
+        return self._mailbox.take(self._read)
+
+    def _read(self, received: EngineOutput) -> Output:
+        token_ids, reason = received.token_ids, received.finish_reason
+        self._tokens_read += len(token_ids)
+        if reason is not None:
             self.finish_reason = reason  # now: what cannot be read has ended as well
             self._is_open = False
-        if received.logprobs:
-            self.logprobs += received.logprobs
-        if received.prompt_logprobs:
-            self.prompt_logprobs += received.prompt_logprobs
+        if logprobs := received.logprobs:
+            self.logprobs += logprobs
+        if prompt_logprobs := received.prompt_logprobs:
+            self.prompt_logprobs += prompt_logprobs
         try:
-            if text := self._write(received.token_ids, last=reason is not None):
+            if text := self._write(token_ids, last=reason is not None):
                 self._texts.append(text)
         except Exception as error:
-            text = ""
             if received.error is None:
                 self._spoil(error)
                 raise
-        if received.error is not None:
+        if reason is not None and received.error is not None:
             self._read_failure = received.error
             raise received.error
         return Output(
             text=text,
-            token_ids=received.token_ids,
-            logprobs=received.logprobs,
-            prompt_logprobs=received.prompt_logprobs,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
         )
 
@@ -214,14 +243,18 @@ class OutputStream:
         """The request has its engine, perhaps not its first one."""
         self.placement = placement
         self._is_open = True
-        self._placed.unpark_all()
+        self._wake_entering()
 
     def fail(self, reason: FinishReason, error: Exception) -> None:
         """There will be no more, and `error` is why."""
         self._failure = error
-        self._placed.unpark_all()
+        self._wake_entering()
         output = EngineOutput(request_id=self.request_id, finish_reason=reason, error=error)
         self.finish(self.scan(output))
+
+    def _wake_entering(self) -> None:
+        if self._placed is not None:
+            self._placed.unpark_all()
 
     def on_answered(self) -> None:
         """Tokens come."""

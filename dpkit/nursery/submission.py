@@ -55,6 +55,24 @@ class Submission:
         word is ClusterClosed.
     """
 
+    __slots__ = (  # there may be many thousands, each of them touched for every token
+        "__weakref__",
+        "_flights",
+        "_is_starting",
+        "_refusal",
+        "_scribe",
+        "_sink",
+        "_text_is_complete",
+        "_unreadable",
+        "_write",
+        "_written",
+        "delivered",
+        "finish_reason",
+        "placement",
+        "request",
+        "scans",
+    )
+
     def __init__(
         self, flights: Flights, request: GenerateRequest, transcript: Transcript, sink: Sink
     ) -> None:
