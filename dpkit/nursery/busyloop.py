@@ -246,6 +246,15 @@ class BusyLoop:
         return f"{type(self._model).__module__}.{type(self._model).__qualname__}"
 
     @property
+    def delay(self) -> str:
+        """What it has been at since `step_started_at`."""
+        return f"{'a step' if self.ready.is_set() else 'to allocate its KV cache'} has taken"
+
+    @property
+    def pid(self) -> None:
+        """None: it lives in this process."""
+
+    @property
     def limits(self) -> EngineLimits:
         """What the engine may hold and do at once."""
         return self.core.limits

@@ -43,11 +43,19 @@ class Life(Protocol):
         """What computes its steps, as it is written in Python."""
 
     @property
+    def pid(self) -> int | None:
+        """Its process, if it has one of its own and that is there."""
+
+    @property
     def step_started_at(self) -> float | None:
         """When what it has been at began, on Trio's clock: a step, or to get ready. For a watchdog.
 
         The same moment for as long as it is the same step.
         """
+
+    @property
+    def delay(self) -> str:
+        """What it has been at since then, to stand before a time: "a step has taken"."""
 
     @property
     def is_interruptible(self) -> bool:

@@ -114,6 +114,14 @@ class RemoteLife:
             return None
         return self._connection.progress.step_started_at
 
+    @property
+    def delay(self) -> str:
+        """What it has been at since then; of one that does not even answer, that it does not."""
+        heard_at = math.inf if self._connection is None else self._connection.progress.heard_at
+        if trio.current_time() - heard_at >= self._host.group.supervision.step_timeout:
+            return "it has said nothing for"
+        return "a step has taken"
+
     async def run(self) -> None:
         """Launch the process and serve, until closed and nothing is left to do.
 

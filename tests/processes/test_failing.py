@@ -21,6 +21,7 @@ from tests.processes.lab import (
     kill,
     make_config,
     open_processes,
+    pid_of,
     told,
     until,
     wait_back,
@@ -60,6 +61,8 @@ async def test_E07_a_model_that_fails_costs_its_engine_only_and_says_how_it_ende
             await wait_back(cluster, "e-0", life + 1)
             await _echo(cluster.client, "hello", "e-0")
             lost = told(cluster, EventKind.ENGINE_LOST)
+            ready = told(cluster, EventKind.ENGINE_READY, of="e-0")[-1].detail
+            assert ready.startswith(f"restart {life + 1}, process {pid_of(cluster, 'e-0')}, ")
             assert how in lost[life].detail
             assert end in caplog.text
 
