@@ -84,7 +84,9 @@ async def test_a_group_that_restarts_together_does_not_keep_the_cluster_from_clo
                     await cluster.client.complete("hi", request_id=request_id, engine=engine)
 
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(ask, "hang", "engine-0", "request hang: engine engine-0 was stopp")
+                nursery.start_soon(
+                    ask, "hang", "engine-0", "request hang: engine engine-0 was stopp"
+                )
                 await trio.sleep(0.05)
                 nursery.start_soon(ask, "crash", "engine-1", "RuntimeError: boom")
     check_idle(cluster)

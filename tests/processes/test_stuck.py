@@ -56,7 +56,10 @@ async def test_J12_a_stopped_process_is_ejected_at_its_step_timeout_and_replaced
         async with trio.open_nursery() as nursery:
             stream = cluster.client.generate("abcdefghijklmnop", engine="e-0")
             nursery.start_soon(cluster.client.complete, "on the other one")
-            with pytest.raises(EngineLost, match=rf"is stuck: {SILENCE} more than 0\.4 s \(supervision.step_timeout"):
+            with pytest.raises(
+                EngineLost,
+                match=rf"is stuck: {SILENCE} more than 0\.4 s \(supervision.step_timeout",
+            ):
                 async with stream:
                     await stream.__anext__()
                     since, pid = trio.current_time(), kill(cluster, "e-0", signal.SIGSTOP)
