@@ -103,7 +103,7 @@ class Wrapper:
         ({"face": Impatient}, "SIGTERM asks a worker to end"),
         ({"face": Optimistic}, "the status says"),
         ({"face": Wordless}, "last lines of a worker are kept"),
-        ({"face": Unheard}, "the status says"),
+        ({"face": Unheard}, r"the status says .*: not within 0\.2 s$"),
     ],
 )
 async def test_faulty_launchers_are_told_which_rule_they_break(

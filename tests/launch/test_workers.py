@@ -14,6 +14,7 @@ import trio
 
 from dpkit.errors import LaunchFailed, ModelNotFound
 from dpkit.launch.lifeline import lifeline_fd
+from dpkit.launch.linux import signal_when_parent_dies
 from dpkit.launch.notes import (
     LIMIT,
     Born,
@@ -239,6 +240,19 @@ async def test_running_out_of_descriptors_is_a_failed_launch_and_leaks_none() ->
             assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
         async with zygote.open_worker(f"{HERE}:report", name="worker") as worker:
             assert await worker.wait() == 0
+
+
+async def test_a_worker_for_which_there_are_no_descriptors_says_so() -> None:
+    message = r"^worker: there are no descriptors for it: .*Too many open files$"
+    async with open_spawner(f"{HERE}:prepare", name="spawner") as spawner:
+        with few_descriptors(0), pytest.raises(LaunchFailed, match=message):
+            async with spawner.open_worker(f"{HERE}:serve", name="worker"):
+                pass
+
+
+def test_what_the_kernel_refuses_is_told_with_the_call() -> None:
+    with pytest.raises(OSError, match=r"prctl\(1\): Invalid argument$"):
+        signal_when_parent_dies(1000, os.getppid())
 
 
 async def test_a_zygote_that_cannot_fork_says_so_and_serves_on() -> None:

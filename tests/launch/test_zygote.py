@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import trio
 
 from dpkit.errors import ConfigError, DpkitError, LaunchFailed, ModelNotFound
-from dpkit.launch.zygote import Zygote, open_zygote
+from dpkit.launch.tether import Ends, Tether, open_tether
+from dpkit.launch.zygote import Zygote, _Life, open_zygote
 from dpkit.testing.processes import descendants, is_alive
 
 HERE = "launch_targets"
@@ -190,6 +192,7 @@ async def test_threads_that_preparing_left_are_told(caplog: pytest.LogCaptureFix
     async with open_zygote(f"{HERE}:leave_a_thread", name="zygote") as zygote:
         await lines_of(zygote, "report")
     assert "preparing left 1 thread(s) behind" in caplog.text
+    assert 'open_spawner, or for engines process.start = "spawn"' in caplog.text
 
 
 async def test_when_memory_runs_out_the_kernel_takes_a_worker_first() -> None:
@@ -225,6 +228,26 @@ async def test_a_closed_zygote_opens_no_workers() -> None:
     assert zygote.pid is None
     with pytest.raises(RuntimeError, match="zygote zygote is closed"):
         await lines_of(zygote, "report")
+
+
+@pytest.mark.parametrize(
+    ("asks", "message"),
+    [(False, "^the zygote has ended$"), (True, "^the zygote has ended: .*Broken pipe$")],
+    ids=["before", "at that moment"],
+)
+async def test_who_asks_a_zygote_that_has_ended_is_told_so(asks: bool, message: str) -> None:
+    life = _Life()
+
+    async def launch(_: Tether, ends: Ends) -> None:
+        await life.fork(b"a worker, please", ends)
+
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    its.close()
+    with ours:
+        life._requests = ours if asks else None
+        with pytest.raises(LaunchFailed, match=message):
+            async with open_tether("worker", launch, grace=0):
+                pass
 
 
 async def test_repr_tells_the_state() -> None:

@@ -356,10 +356,20 @@ class AsyncCall:
         """Is never run."""
 
 
-@pytest.mark.parametrize("sink", [None, "x", _wait_for, AsyncCall()], ids=repr)
-async def test_what_is_no_plain_callable_is_no_sink(autojump_clock: object, sink: Any) -> None:
+@pytest.mark.parametrize(
+    ("sink", "message"),
+    [
+        (None, "sink must be a callable that takes an EngineOutput, not None"),
+        ("x", "sink must be a callable that takes an EngineOutput, not 'x'"),
+        (_wait_for, "sink must be a plain function, and .* is async: .*`generate`"),
+        (AsyncCall(), "sink must be a plain function, and .* is async: .*`generate`"),
+    ],
+)
+async def test_what_is_no_plain_callable_is_no_sink(
+    autojump_clock: object, sink: Any, message: str
+) -> None:
     async with Lab([Timed()]).open() as cluster:
-        with pytest.raises(TypeError, match="sink must be a"):
+        with pytest.raises(TypeError, match=message):
             cluster.client.submit("hello", sink=sink)
         assert cluster.client.statistics().started == 0
 
