@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import signal
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import pytest
 import trio
 
 from dpkit.errors import LaunchFailed, ModelNotFound
-from dpkit.launch.lifeline import lifeline_fd
+from dpkit.launch.lifeline import lifeline_fd, watch_lifeline
 from dpkit.launch.linux import signal_when_parent_dies
 from dpkit.launch.notes import (
     LIMIT,
@@ -189,6 +190,24 @@ async def test_a_watched_lifeline_disturbs_no_worker(tmp_path: Path, until: Any)
         async with zygote.open_worker(f"{HERE}:watch", args, name="worker") as worker:
             await until((tmp_path / "watches").exists)
             assert worker.status is None
+
+
+@pytest.mark.parametrize("leads", [True, False], ids=["leads a group", "in another's group"])
+async def test_without_a_head_a_worker_kills_its_own_group_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, *, leads: bool
+) -> None:
+    """Who survives that, as only a test can, learns that it is impossible."""
+    killed: list[tuple[str, int, int]] = []
+    own = os.getpid()
+    monkeypatch.setattr(os, "getpgrp", lambda: own if leads else os.getppid())
+    monkeypatch.setattr(os, "killpg", lambda group, signum: killed.append(("group", group, signum)))
+    monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append(("process", pid, signum)))
+    reader, writer = os.pipe()
+    os.close(writer)
+    with pytest.raises(AssertionError, match=r"^SIGKILL cannot be survived$"):
+        await watch_lifeline(reader)
+    os.close(reader)
+    assert killed == [("group", 0, signal.SIGKILL)] * leads + [("process", own, signal.SIGKILL)]
 
 
 @pytest.mark.parametrize("opener", [open_zygote, open_spawner])
