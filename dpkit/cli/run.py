@@ -129,6 +129,9 @@ async def _main(config: Config, options: _Options) -> int:
             async with open_services(grace=0) as services:
                 services.start_soon(run.obey, name="signals")
                 await run.serve()
+        if run.scope.cancelled_caught and not signals.serving:
+            models = ", ".join(dict.fromkeys(group.model for group in config.engines))
+            click.echo(f"stopped while loading {models}; nothing was answered", err=True)
         if options.audit and run.cluster is not None:
             check_idle(run.cluster)
         return run.exit_code()

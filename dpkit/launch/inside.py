@@ -106,7 +106,8 @@ def _freeze() -> None:
         if len(threads) > 1:
             print(  # noqa: T201 - the head logs it
                 f"preparing left {len(threads) - 1} thread(s) behind, which workers will not have: "
-                "what such a thread was holding is held in them for ever",
+                "what such a thread was holding is held in them for ever; workers that prepare for "
+                'themselves have them: open_spawner, or for engines process.start = "spawn"',
                 file=sys.stderr,
             )
 

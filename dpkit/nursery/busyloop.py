@@ -242,8 +242,8 @@ class BusyLoop:
 
     @property
     def model_class(self) -> str:
-        """Name of the class that computes the steps."""
-        return f"{type(self._model).__module__}.{type(self._model).__qualname__}"
+        """The class that computes the steps, as a config would name it."""
+        return f"{type(self._model).__module__}:{type(self._model).__qualname__}"
 
     @property
     def delay(self) -> str:

@@ -40,7 +40,7 @@ class Life(Protocol):
 
     @property
     def model_class(self) -> str:
-        """What computes its steps, as it is written in Python."""
+        """What computes its steps, as a config names it."""
 
     @property
     def pid(self) -> int | None:

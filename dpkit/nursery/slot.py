@@ -128,7 +128,7 @@ class EngineSlot:
 
     @property
     def model_class(self) -> str:
-        """What computes here, as it is written in Python."""
+        """What computes here, as a config names it."""
         return self.life.model_class
 
     async def live(self, number: int) -> None:

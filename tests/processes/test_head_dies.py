@@ -22,7 +22,7 @@ import pytest
 from attrs import frozen
 
 from dpkit.testing.processes import is_alive
-from tests.processes.lab import group
+from tests.processes.lab import MODELS, group
 from tests.processes.models import FLAGS
 
 if TYPE_CHECKING:
@@ -157,6 +157,17 @@ def test_F01_at_whatever_moment(tmp_path: Path, flags: Path, delay_ms: int, proc
         time.sleep(delay_ms / 1000)
         program.process.kill()
         program.check_nothing_left(early=True)
+
+
+def test_who_stops_a_start_is_told_that_nothing_was_answered(tmp_path: Path, flags: Path) -> None:
+    model, said = PHASES["loads"]
+    with running(tmp_path, flags, model, "") as program:
+        program.wait_for(said)
+        program.process.send_signal(signal.SIGINT)
+        assert program.process.wait(LIMIT_S) == 128 + signal.SIGINT
+        last = program.output.read_text().splitlines()[-1]
+        assert last == f"stopped while loading {MODELS}:{model}; nothing was answered"
+        program.check_nothing_left()
 
 
 @pytest.mark.parametrize(

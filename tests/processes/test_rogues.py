@@ -47,7 +47,8 @@ SERVING_ERRORS = {
     "mute": "EngineLost: engine mute-0 is stuck",
 }
 STARTING_ERRORS = {
-    "silent": "LaunchFailed: .* said HELLO and was told the addresses, but has not said READY",
+    "silent": "LaunchFailed: .* said HELLO and was told the addresses, but has not said READY: "
+    "it is still loading, or in its model's `allocate`",
     "wordless": "LaunchFailed: .* has not said HELLO",
     "twohellos": "WireError: .* now says HELLO",
     "tworeadys": "WireError: .* now says READY|WireError: .* introduces itself anew",
