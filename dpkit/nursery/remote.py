@@ -24,13 +24,14 @@ from dpkit.errors import (
     describe,
     reason,
 )
+from dpkit.launch.gist import gist
 from dpkit.link.zmq import WireConnection, ZmqLink
 from dpkit.wire.codec import rank_identity
 from dpkit.wire.reports import statistics_from_wire, stats_from_wire
 from dpkit.wire.structs import EngineReport, SchedulerStats
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator
     from collections.abc import Set as AbstractSet
 
     from dpkit.abc import Worker
@@ -370,13 +371,3 @@ class RemoteLife:
 
     def _read(self, stats: SchedulerStats) -> EngineStats:
         return stats_from_wire(stats, engine=self.engine, index=self._rank, seq=self._seq)
-
-
-def gist(lines: Iterable[str]) -> str:
-    """The end of what a process wrote, without the frames of its last traceback."""
-    said = [
-        line
-        for line in lines
-        if line.strip() and not line[0].isspace() and not line.endswith(("last):", "first):"))
-    ]
-    return " / ".join(said[-2:])

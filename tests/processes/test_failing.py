@@ -70,6 +70,7 @@ async def test_E07_a_model_that_fails_costs_its_engine_only_and_says_how_it_ende
             ready = told(cluster, EventKind.ENGINE_READY, of="e-0")[-1].detail
             assert ready.startswith(f"restart {life + 1}, process {pid_of(cluster, 'e-0')}, ")
             assert how in lost[life].detail
+            assert order != "segv" or 'models.py", line ' in lost[life].detail, "in whose call"
             assert end in caplog.text
 
 
