@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -55,7 +56,7 @@ async def test_J12_a_stopped_process_is_ejected_at_its_step_timeout_and_replaced
     async with open_processes(group(model="Paced", count=2, supervision=QUICK)) as cluster:
         async with trio.open_nursery() as nursery:
             stream = cluster.client.generate("abcdefghijklmnop", engine="e-0")
-            nursery.start_soon(cluster.client.complete, "on the other one")
+            nursery.start_soon(partial(cluster.client.complete, "that one serves", engine="e-1"))
             with pytest.raises(
                 EngineLost,
                 match=rf"is stuck: {SILENCE} more than 0\.4 s \(supervision.step_timeout",
