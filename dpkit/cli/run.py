@@ -26,6 +26,7 @@ from dpkit.cli.words import describe, plural
 from dpkit.config.load import load_config
 from dpkit.errors import ConfigError
 from dpkit.messages import SamplingParams
+from dpkit.names import EngineKind
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.services import open_services
 from dpkit.testing.idle import check_idle
@@ -164,7 +165,7 @@ class _Run:
 
     async def serve(self) -> None:
         """Bring the cluster up, answer, report, take the cluster down."""
-        _say(f"starting {plural(sum(g.count for g in self.config.engines), 'engine')} …")
+        _say(starting(self.config))
         async with open_cluster(self.config) as self.cluster:
             self.signals.serving = True
             session = self._session(self.cluster)
@@ -229,6 +230,19 @@ class _Run:
             self.output.write(json_report(cluster.statistics(), self.tally))
         elif self.tally.overall()["requests"]:
             self.output.write(table_report(cluster.statistics(), self.tally))
+
+
+def starting(config: Config) -> str:
+    """What is about to be started, and where it will be found."""
+    count = sum(group.count for group in config.engines)
+    processes = sum(group.count for group in config.engines if group.kind is EngineKind.PROCESS)
+    if not processes:
+        where = ""
+    elif processes < count:
+        where = f", {processes} of them a process of its own"
+    else:
+        where = f", {'each ' * (count > 1)}a process of its own"
+    return f"starting {plural(count, 'engine')}{where} …"
 
 
 def _say(message: str) -> None:
