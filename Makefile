@@ -9,7 +9,7 @@ MODEL := smollm2-135m
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
-run: $(VENV)/.installed model  ## the main job: two engines answer four prompts
+run: $(VENV)/.installed model  ## the main job: two engines, each a process, answer four prompts
 	$(BIN)/dpkit run dpkit.toml --max-tokens 48 --chat \
 	  --prompt "What is the capital of France?" \
 	  --prompt "Why is the sky blue?" \

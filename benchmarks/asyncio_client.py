@@ -86,7 +86,7 @@ class Batch(msgspec.Struct, array_like=True, gc=False):
     """What a step adds to all requests of this client, on the wire."""
 
     engine_index: int = 0
-    outputs: list[Entry] = []  # noqa: RUF012 - msgspec copies it
+    outputs: list[Entry] = []
     scheduler_stats: SchedulerStats | None = None
     timestamp: float = 0.0
     utility_output: Any = None

@@ -2,7 +2,9 @@
 
 Paced: 1,024 requests on 8 engines, each of which makes 15 steps a second and gives 128 requests a
 token in each: what a server does all day. Every stream is woken for every token, as its text has
-to go out. Short: 64 callers, a prompt of 2 kB, one token, again and again.
+to go out. Engines that know nothing of each other step at different moments, so the client wakes
+120 times a second; those in step are heard together. Short: 64 callers, a prompt of 2 kB, one
+token, again and again.
 
 Ours is the whole client behind `open_cluster` with engines in processes, its ledger, dispatch and
 supervision at work; as streams (`async for`), and as sinks (`client.submit`). The yardstick is
@@ -256,7 +258,7 @@ def show(title: str, measured: Rounds) -> None:
 
 
 def main(rounds: int = ROUNDS) -> None:
-    """Print two tables."""
+    """Print three tables."""
     yardstick = f"asyncio, {loops.__name__}"
     paced = {
         yardstick: paced_asyncio,
@@ -269,10 +271,12 @@ def main(rounds: int = ROUNDS) -> None:
         "dpkit, submit(sink=)": short_sinks,
     }
     with open_paced_engines() as engines:
-        for title, contest in (
-            (f"{STREAMS} paced streams, {ENGINES} engines; a token", paced),
-            (f"{CALLERS} callers of short requests, {ENGINES} engines; a request", short),
+        for title, contest, in_step in (
+            (f"{STREAMS} paced streams, {ENGINES} engines in step; a token", paced, True),
+            (f"{STREAMS} paced streams, {ENGINES} engines, each for itself; a token", paced, False),
+            (f"{CALLERS} callers of short requests, {ENGINES} engines; a request", short, False),
         ):
+            engines.in_step = in_step
             works = {name: partial(work, engines) for name, work in contest.items()}
             show(f"{title} ({rounds} rounds)", compete(works, rounds=rounds))
 

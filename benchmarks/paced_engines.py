@@ -69,12 +69,13 @@ _IDLE_MS = 20
 class PacedEngine(threading.Thread):
     """One engine; lives until `stop` is set."""
 
-    def __init__(self, context: zmq.Context[Any], rank: int, handshake: str) -> None:
+    def __init__(self, context: zmq.Context[Any], rank: int, handshake: str, phase: float) -> None:
         super().__init__(daemon=True)
         self.stop = threading.Event()
         self._context = context
         self._rank = rank
         self._handshake = handshake
+        self._phase = phase
         self._left: dict[str, int] = {}  # tokens that each request has still to get
         self._steps = 0
 
@@ -99,9 +100,7 @@ class PacedEngine(threading.Thread):
 
     def _serve(self, requests: zmq.Socket[bytes], outputs: zmq.Socket[bytes]) -> None:
         period = 1 / STEPS_A_SECOND
-        # Engines know nothing of each other, so they do not step at the same moments.
-        phase = period * (self._rank % ENGINES) / ENGINES
-        due = phase + period * (1 + time.monotonic() // period)
+        due = period * (1 + time.monotonic() // period + self._phase)
         while not self.stop.is_set():
             wait_ms = max(0, (due - time.monotonic()) * 1000) if self._left else _IDLE_MS
             if requests.poll(wait_ms):
@@ -180,7 +179,7 @@ def serve(control: str) -> None:
     while True:
         order = json.loads(orders.recv())
         if order["begin"]:
-            engine = PacedEngine(context, order["rank"], order["handshake"])
+            engine = PacedEngine(context, order["rank"], order["handshake"], order["phase"])
             engines[order["handshake"] + str(order["rank"])] = engine
             engine.start()
         else:
@@ -198,6 +197,8 @@ class PacedEngines:
 
     def __init__(self, directory: str, orders: zmq.Socket[bytes], pid: int) -> None:
         self.pid = pid
+        self.in_step = False
+        """Whether those to come step at the same moments, or each at its own."""
         self._directory = directory
         self._orders = orders
         self._numbers = iter(range(sys.maxsize))
@@ -209,7 +210,8 @@ class PacedEngines:
     @contextmanager
     def engine(self, rank: int, handshake: str) -> Iterator[None]:
         """Have one that says HELLO there."""
-        order = {"rank": rank, "handshake": handshake}
+        phase = 0.0 if self.in_step else rank % ENGINES / ENGINES
+        order = {"rank": rank, "handshake": handshake, "phase": phase}
         self._order(order | {"begin": True})
         try:
             yield

@@ -128,6 +128,13 @@ class NoEngineReady(DpkitError):  # noqa: N818
     retryable = True
 
 
+def reason(cause: BaseException) -> str:
+    """Why an engine is lost, to stand after the words that it is: nothing is said twice."""
+    if isinstance(cause, EngineLost):
+        return str(cause).removeprefix(f"engine {cause.engine} is lost: ")
+    return describe(cause)
+
+
 class WireError(DpkitError):
     """A message that cannot be read, or that is too large (the peer's): its connection ends."""
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from attrs import Attribute
 
     Validator: TypeAlias = Callable[[Any, Any, Any], None]
 
@@ -28,6 +30,8 @@ _SMALLEST_FACTOR, _LARGEST_FACTOR = 0.01, 100
 MOST_TOKENS = 2**31 - 1  # no text is as long; ids and counts fit what models compute with
 
 _LEAST_SEED, _LARGEST_SEED = -(2**63), 2**64 - 1  # whatever 64 bits can hold, signed or not
+
+_CHECK = "check"  # where the metadata of a field has its validator
 
 _MOST_SHOWN = 60  # characters of a wrong value; the message is for a line in a log
 
@@ -153,7 +157,12 @@ def _as_pairs(
     return _several(value.items() if isinstance(value, Mapping) else value)
 
 
-@frozen(kw_only=True)
+def _later(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any]]:
+    """Keep the validators for `__attrs_post_init__`."""
+    return [each.evolve(validator=None, metadata={_CHECK: each.validator}) for each in attributes]
+
+
+@frozen(kw_only=True, field_transformer=_later)
 class SamplingParams:
     """How output tokens are chosen, when a request ends, and what is told about it.
 
@@ -213,3 +222,12 @@ class SamplingParams:
     """The prompt's text comes in front; with `logprobs`, those of the prompt come too."""
     n: int = field(default=1, validator=_whole(1, _MOST_COMPLETIONS))
     """Completions of the prompt: `Client.generate_many` gives a stream of each."""
+
+    def __attrs_post_init__(self) -> None:
+        """Check what differs from its default: a request leaves most of it out."""
+        for name, default, check in _CHECKS:
+            if (value := getattr(self, name)) is not default:
+                check(self, getattr(fields(SamplingParams), name), value)
+
+
+_CHECKS = tuple((each.name, each.default, each.metadata[_CHECK]) for each in fields(SamplingParams))

@@ -1,7 +1,9 @@
 """Lose an engine in the middle of its work, and see nobody notice.
 
 The model crashes one engine once, at its tenth step. What it held goes on elsewhere, after the
-tokens it had already; the supervisor brings the engine back. Run it:
+tokens it had already; the supervisor brings the engine back. For local engines: what is counted in
+a class is one count of them all; of engines in processes each has its own, from the beginning again
+in each of its lives. Run it:
     python examples/survive_a_crash.py
 """
 

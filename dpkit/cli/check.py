@@ -11,8 +11,11 @@ from dpkit.config.groups import KvConfig
 from dpkit.config.load import load_layers
 from dpkit.config.rules import dotted
 from dpkit.errors import ConfigError
+from dpkit.names import EngineKind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dpkit.config.load import Loaded
     from dpkit.config.rules import Path
 
@@ -38,12 +41,28 @@ def command(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     engines = sum(group.count for group in config.engines)
     models = list(dict.fromkeys(group.model for group in config.engines))
     policy = config.balancer.policy
+    notes = list(_idle_tables(loaded))
     if as_json:
-        facts = {"engines": engines, "models": models, "policy": policy}
+        facts = {"engines": engines, "models": models, "policy": policy, "notes": notes}
         click.echo(json.dumps({"file": file, "ok": True, **facts}))
     else:
         noun = "engine" if engines == 1 else "engines"
         click.echo(f"{file}: ok: {engines} {noun} of {', '.join(models)}, policy {policy}")
+        for note in notes:
+            click.echo(f"note: {note}")
+
+
+def _idle_tables(loaded: Loaded) -> Iterator[str]:
+    """Tables that say nothing to the group they are in."""
+    tables = loaded.layers.tables["engines"]
+    for index, group in enumerate(loaded.config.engines):
+        if group.kind is EngineKind.PROCESS or "process" not in tables[index]:
+            continue
+        path: Path = ("engines", index, "process")
+        yield (
+            f"{loaded.layers.source(path).at(path)}: {dotted(path)}: says nothing to engines of "
+            f'kind "{group.kind}"; kind = "process" gives them processes'
+        )
 
 
 def _check_limits(loaded: Loaded) -> None:

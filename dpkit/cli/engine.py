@@ -174,6 +174,7 @@ async def _serve(place: Place, engine: _Engine, lifeline: bool) -> int:
         async with open_services(grace=0) as services:
             if lifeline:
                 services.start_soon(watch_input, stop, name="lifeline")
+            _log.info("engine %s says HELLO at %s, and waits", engine.name, place.handshake)
             serve = serve_engine if place.lease is None else serve_again
             await serve(place, partial(trio.to_thread.run_sync, engine.load), stop)
     return 128 + signal.SIGINT if signal.SIGINT in stops else 0

@@ -44,9 +44,10 @@ def at_the_end(config: Config) -> Iterator[str]:
         f"When it is told to stop, {first}; those in flight may finish "
         f"within {show_duration(cluster.finish_within)}, then they are ended by force."
     )
+    local = any(group.kind is EngineKind.LOCAL for group in config.engines)
     yield (
         "When your block ends, requests in flight are aborted; all is gone within "
-        f"{show_duration(cluster.grace)} and the rest of one step."
+        f"{show_duration(cluster.grace)}{' and the rest of one step' * local}."
     )
 
 

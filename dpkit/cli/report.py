@@ -125,7 +125,8 @@ def _summary(tally: Tally) -> str:
     parts = [plural(tally.finished + tally.failed + tally.aborted, "request")]
     parts += [f"{tally.failed} failed"] * (tally.failed > 0)
     parts += [f"{tally.aborted} aborted"] * (tally.aborted > 0)
-    parts.append(plural(tally.output_tokens, "token"))
+    cut_off = tally.failed or tally.aborted  # the engines' rows count what was made for those too
+    parts.append(plural(tally.output_tokens, "token") + " in whole answers" * bool(cut_off))
     mean, longest, rate = (overall[k] for k in ("ttft_mean_s", "ttft_max_s", "tokens_per_s"))
     if mean is not None and longest is not None:
         parts.append(f"TTFT mean {show_seconds(mean)}, max {show_seconds(longest)}")

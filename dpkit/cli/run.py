@@ -26,6 +26,7 @@ from dpkit.cli.words import describe, plural
 from dpkit.config.load import load_config
 from dpkit.errors import ConfigError
 from dpkit.messages import SamplingParams
+from dpkit.names import EngineKind
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.services import open_services
 from dpkit.testing.idle import check_idle
@@ -129,6 +130,9 @@ async def _main(config: Config, options: _Options) -> int:
             async with open_services(grace=0) as services:
                 services.start_soon(run.obey, name="signals")
                 await run.serve()
+        if run.scope.cancelled_caught and not signals.serving:
+            models = ", ".join(dict.fromkeys(group.model for group in config.engines))
+            click.echo(f"stopped while loading {models}; nothing was answered", err=True)
         if options.audit and run.cluster is not None:
             check_idle(run.cluster)
         return run.exit_code()
@@ -161,7 +165,7 @@ class _Run:
 
     async def serve(self) -> None:
         """Bring the cluster up, answer, report, take the cluster down."""
-        _say(f"starting {plural(sum(g.count for g in self.config.engines), 'engine')} …")
+        _say(starting(self.config))
         async with open_cluster(self.config) as self.cluster:
             self.signals.serving = True
             session = self._session(self.cluster)
@@ -226,6 +230,19 @@ class _Run:
             self.output.write(json_report(cluster.statistics(), self.tally))
         elif self.tally.overall()["requests"]:
             self.output.write(table_report(cluster.statistics(), self.tally))
+
+
+def starting(config: Config) -> str:
+    """What is about to be started, and where it will be found."""
+    count = sum(group.count for group in config.engines)
+    processes = sum(group.count for group in config.engines if group.kind is EngineKind.PROCESS)
+    if not processes:
+        where = ""
+    elif processes < count:
+        where = f", {processes} of them a process of its own"
+    else:
+        where = f", {'each ' * (count > 1)}a process of its own"
+    return f"starting {plural(count, 'engine')}{where} …"
 
 
 def _say(message: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib
 import io
 import os
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpkit.errors import DpkitError, describe
+from dpkit.imports import import_named
 from dpkit.launch.lifeline import hold_lifeline
 from dpkit.launch.linux import set_name, signal_when_parent_dies
 from dpkit.launch.notes import Failed, Ready, encode
@@ -93,7 +93,7 @@ def run_job(
 def find(target: str) -> Callable[..., Any]:
     """Import what ``pkg.mod:name`` names."""
     module, _, name = target.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    found: Callable[..., Any] = getattr(import_named(module), name)
     return found
 
 
@@ -106,7 +106,8 @@ def _freeze() -> None:
         if len(threads) > 1:
             print(  # noqa: T201 - the head logs it
                 f"preparing left {len(threads) - 1} thread(s) behind, which workers will not have: "
-                "what such a thread was holding is held in them for ever",
+                "what such a thread was holding is held in them for ever; workers that prepare for "
+                'themselves have them: open_spawner, or for engines process.start = "spawn"',
                 file=sys.stderr,
             )
 

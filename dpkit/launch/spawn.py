@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from dpkit.imports import refuse_while_importing
 from dpkit.launch.notes import Job, encode_job
 from dpkit.launch.process import Worker
 from dpkit.launch.start import start_keeper
@@ -64,4 +65,5 @@ async def open_spawner(
     Args are those of `dpkit.launch.zygote.open_zygote`. There is nothing to hold and nothing is
     prepared yet.
     """
+    refuse_while_importing("open_spawner was called")
     yield Spawner(prepare, args or {}, env or {}, runtime_dir)

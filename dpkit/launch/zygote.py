@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dpkit.errors import DpkitError, LaunchFailed
+from dpkit.imports import refuse_while_importing
 from dpkit.launch.notes import Job, encode_job
 from dpkit.launch.process import Worker
 from dpkit.launch.start import start_keeper
@@ -216,8 +217,10 @@ async def open_zygote(
         any other; workers may be opened in others.
 
     Error handling:
-        As `Zygote.wait_ready` says.
+        As `Zygote.wait_ready` says. RuntimeError: a process that dpkit started, or dpkit itself,
+        imports the module that calls this.
     """
+    refuse_while_importing("open_zygote was called")
     job = Job(name, prepare, dict(args or {}), None, {}, runtime_dir)
     async with open_services(grace=0) as services:
         zygote = Zygote(name, encode_job(job), {**ONE_THREAD, **(env or {})}, services)

@@ -133,7 +133,7 @@ class _Life:
         self._lease = place.lease
         self._connection = connection
         self._inbox = Inbox()
-        self._frontends = Frontends(place.rank, self._inbox)
+        self._frontends = Frontends(place.rank, self._inbox, limit=place.max_message_bytes)
         self._lockstep = None if group is None else group.lockstep(place.engine, self._inbox)
         self._loop = BusyLoop(
             engine=place.engine,

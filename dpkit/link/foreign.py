@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dpkit.engine.limits import EngineLimits
     from dpkit.link.zmq import Held, ZmqLink
     from dpkit.messages import EngineId, GenerateRequest, ModelSpec
-    from dpkit.wire.structs import SchedulerStats, UtilityAnswer, WireOutput, WireRequest
+    from dpkit.wire.structs import Envelope, SchedulerStats, UtilityAnswer, WireOutput, WireRequest
     from dpkit.wire.zsocket import ZSocket
 
 QUESTION = "is_scheduler_paused"
@@ -69,6 +69,7 @@ class ForeignConnection(WireConnection):
             more when this returns. What it has it may still finish.
     """
 
+    reader = "an engine that joined"
     limit_key = "engines.vllm.max_message"
 
     def __init__(
@@ -219,11 +220,11 @@ class ForeignConnection(WireConnection):
             call.answer = answer
             call.answered.set()
 
-    def _take_output(self, output: WireOutput) -> None:
-        held = self._held.get(output.request_id)
-        if held is not None:
-            self._count(output, held)
-        super()._take_output(output)
+    def _take_batch(self, envelope: Envelope) -> None:
+        for output in envelope.outputs:
+            if (held := self._held.get(output.request_id)) is not None:
+                self._count(output, held)
+        super()._take_batch(envelope)
 
     def _count(self, output: WireOutput, held: Held) -> None:
         report = self._counts

@@ -18,7 +18,7 @@ from dpkit.link.control import Control
 from dpkit.link.port import Port
 from dpkit.messages import EngineStats
 from dpkit.nursery.inbox import duplicate
-from dpkit.wire.codec import Abort, Add, decode_input, encode_envelope
+from dpkit.wire.codec import MAX_MESSAGE_BYTES, Abort, Add, decode_input, encode_envelope
 from dpkit.wire.convert import from_wire
 from dpkit.wire.reports import stats_to_wire
 from dpkit.wire.structs import Envelope, RequestError, UtilityAnswer
@@ -48,11 +48,13 @@ class Frontends:
     Args:
         rank: The engine's.
         inbox: The busy loop's.
+        limit: Bytes of the largest message that is read.
     """
 
-    def __init__(self, rank: int, inbox: Inbox) -> None:
+    def __init__(self, rank: int, inbox: Inbox, *, limit: int = MAX_MESSAGE_BYTES) -> None:
         self._rank = rank
         self._inbox = inbox
+        self._limit = limit
         self._ports: list[Port] = []
         self.coordinator: Send | None = None
         """How the coordinator is told of counts and waves; None while there is none."""
@@ -89,7 +91,7 @@ class Frontends:
         Raises:
             WireError: it cannot be read; `expel` who sent it.
         """
-        port, message = self._ports[index], decode_input(frames)
+        port, message = self._ports[index], decode_input(frames, limit=self._limit)
         if isinstance(message, Add):
             self._add(port, message.request)
         elif isinstance(message, Abort):

@@ -59,6 +59,7 @@ class Held:
     request_id: str
     asked: WireRequest
     link: ZmqLink
+    asks_logprobs: bool
     begun: bool = False
     """Whether it has given a token, for whoever counts that."""
 
@@ -76,8 +77,9 @@ class WireConnection:
             it must be picked no more when this returns.
     """
 
+    reader = "an engine in a process"
     limit_key = "engines.process.max_message"
-    """What errors say of `limit`."""
+    """What errors say of `limit`, and of whom it is."""
 
     def __init__(
         self,
@@ -148,7 +150,9 @@ class WireConnection:
         except EngineLost as error:
             self._on_gone(error)
             raise
-        self._held[wire_id] = Held(request.request_id, asked, link)
+        sampling = request.sampling
+        asks_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        self._held[wire_id] = Held(request.request_id, asked, link, asks_logprobs)
         return wire_id
 
     def _write(self, request: GenerateRequest, wire_id: str) -> WireRequest:
@@ -159,7 +163,7 @@ class WireConnection:
         if size > self._limit:
             raise RequestRejected(
                 f"request {request.request_id} takes {size:,} bytes, and {self._limit:,} are the "
-                f"most of one message to {self.engine} ({self.limit_key})",
+                f"most that {self.reader} reads ({self.limit_key})",
                 request_id=request.request_id,
             )
 
@@ -219,18 +223,22 @@ class WireConnection:
         if envelope.scheduler_stats is not None:
             self.stats = envelope.scheduler_stats
             self.progress.counted(self.stats.step_counter)
+        engine, find = self.engine, self._held.get
         for output in envelope.outputs:
-            self._take_output(output)
+            held = find(output.request_id)
+            if held is None:
+                self._take_late(output.request_id)
+            elif output.finish_reason is not None or held.asks_logprobs:
+                self._take_output(output, held)
+            else:  # what comes for every token, so it goes the shortest way
+                told = EngineOutput(request_id=held.request_id, token_ids=output.new_token_ids)
+                held.link.deliver(engine, told)
         for wire_id in envelope.finished_requests or ():
             self._take_end(wire_id)
         if envelope.scheduler_stats is not None:
             self._on_stats(self.stats)
 
-    def _take_output(self, output: WireOutput) -> None:
-        held = self._held.get(output.request_id)
-        if held is None:
-            self._take_late(output.request_id)
-            return
+    def _take_output(self, output: WireOutput, held: Held) -> None:
         told = output_from_wire(output, held.asked, request_id=held.request_id, engine=self.engine)
         if isinstance(told.error, EngineLost):  # it is dying: no other may be placed there
             raise told.error
@@ -279,9 +287,10 @@ class WireConnection:
 
     def fail_all(self, cause: Exception, said: str) -> None:
         """Tell every request that is here that its engine is lost."""
-        held, self._held = self._held, {}
+        held = list(self._held.values())
+        self._held.clear()
         self._aborting.clear()
-        for each in held.values():
+        for each in held:
             error = EngineLost(
                 f"engine {self.engine} was lost while it held request {each.request_id}: {said}",
                 engine=self.engine,

@@ -2,9 +2,9 @@
 
 A reader of a paced stream is woken for every token, so with a thousand of them waking is most of
 what a client does. Trio's public traps allow a cheaper form: `wait_task_rescheduled` yields a
-message to the loop; the same message may be yielded again, and one shared result may wake them all.
-Trio promises neither, so each process tries it once, in a run of its own; where it fails, `Bell` is
-the plain form. Knows nothing of what the sleeper waits for.
+message to the loop; all may yield the same message, again and again, and one shared result may wake
+them all. Trio promises neither, so each process tries it once, in a run of its own; where it fails,
+`Bell` is the plain form. Knows nothing of what the sleeper waits for.
 """
 
 from __future__ import annotations
@@ -22,11 +22,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Shared by all wakings, which must never unwrap it: an Outcome can be unwrapped once.
-_RUNG: outcome.Outcome[None] = outcome.Value(None)
+RUNG: outcome.Outcome[None] = outcome.Value(None)
+"""Shared by all wakings, which must never unwrap it: an Outcome can be unwrapped once."""
 
 PATIENCE_S = 5.0
 """How long a try may take, on a machine that has other things to do; it takes a few ms."""
+
+
+def _message_of(sleep: Coroutine[Any, Any, Any]) -> object:
+    """What a sleep tells Trio's loop; nobody sleeps."""
+    message: object = sleep.send(None)
+    sleep.close()
+    return message
+
+
+def _let_go(_raise_cancel: Callable[[], Any]) -> trio.lowlevel.Abort:
+    """Whoever sleeps may be woken by a cancellation."""
+    return trio.lowlevel.Abort.SUCCEEDED
+
+
+_TRAP = _message_of(trio.lowlevel.wait_task_rescheduled(_let_go))  # noqa: ASYNC105 - see above
 
 
 class AnyBell(Protocol):
@@ -38,43 +53,35 @@ class AnyBell(Protocol):
     def ring(self) -> None:
         """Wake the sleeper, if there is one: nobody is woken twice by one wait."""
 
-    def retire(self) -> None:
-        """Let go of what repeated waits need; a later `wait` is free to make it again."""
-
 
 class QuickBell:
-    """The form that goes to sleep by the same message each time."""
+    """The form in which all go to sleep by the same message."""
 
-    __slots__ = ("_sleeper", "_trap")
+    __slots__ = ("_sleeper",)
 
     def __init__(self) -> None:
         self._sleeper: trio.lowlevel.Task | None = None
-        self._trap: object = None
 
     @types.coroutine
     def wait(self) -> Generator[Any, Any, None]:
         """As `AnyBell` says."""
-        if self._trap is None:
-            self._trap = _message_of(trio.lowlevel.wait_task_rescheduled(self._wake))  # noqa: ASYNC105
-        self._sleeper = trio.lowlevel.current_task()
-        answer = yield self._trap
-        if answer is not _RUNG:
+        answer = yield self.lie_down()
+        if answer is not RUNG:
             answer.unwrap()  # a cancellation, or Ctrl-C
 
-    def _wake(self, _raise_cancel: Callable[[], Any]) -> trio.lowlevel.Abort:
-        """Trio wakes the sleeper by itself, to cancel it."""
-        self._sleeper = None
-        return trio.lowlevel.Abort.SUCCEEDED
+    def lie_down(self) -> object:
+        """What `wait` yields to Trio, for whoever is a generator already and would save another."""
+        sleeper = self._sleeper = trio.lowlevel.current_task()
+        sleeper.custom_sleep_data = self
+        return _TRAP
 
     def ring(self) -> None:
         """As `AnyBell` says."""
-        if (sleeper := self._sleeper) is not None:
+        sleeper = self._sleeper
+        # Trio forgets that data when it wakes a task, as it does by itself to cancel it.
+        if sleeper is not None and sleeper.custom_sleep_data is self:
             self._sleeper = None
-            trio.lowlevel.reschedule(sleeper, _RUNG)
-
-    def retire(self) -> None:
-        """As `AnyBell` says: the message holds this bell, which holds the message."""
-        self._trap = None
+            trio.lowlevel.reschedule(sleeper, RUNG)
 
 
 class PlainBell:
@@ -92,16 +99,6 @@ class PlainBell:
     def ring(self) -> None:
         """As `AnyBell` says."""
         self._lot.unpark()
-
-    def retire(self) -> None:
-        """As `AnyBell` says; there is nothing."""
-
-
-def _message_of(sleep: Coroutine[Any, Any, Any]) -> object:
-    """What a sleep tells Trio's loop; nobody sleeps."""
-    message: object = sleep.send(None)
-    sleep.close()
-    return message
 
 
 async def _rehearse(make: Callable[[], AnyBell]) -> None:
@@ -126,7 +123,6 @@ async def _rehearse(make: Callable[[], AnyBell]) -> None:
                 bell.ring()  # nobody is there to hear it
                 await _pass()
                 scope.cancel()
-    bell.retire()
 
 
 async def _pass() -> None:

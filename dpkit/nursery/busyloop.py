@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, describe
+from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, describe, reason
 from dpkit.link.local import LocalLink
 from dpkit.messages import EngineOutput, EngineStats, StepReport
 from dpkit.names import FinishReason
@@ -118,7 +118,8 @@ class BusyLoop:
                 self.ready.set()
                 await self._serve(runner)
         except Exception as error:
-            error.add_note(f"in engine {self.engine}, step {self._steps + 1}")
+            where = f"step {self._steps + 1}" if self.ready.is_set() else "allocate"
+            error.add_note(f"in engine {self.engine}, {where}")
             self.lose(self._judge(error))
             raise
         except trio.Cancelled:
@@ -245,7 +246,7 @@ class BusyLoop:
         self.cause = cause
         self.inbox.close()
         self._on_lost(cause)
-        said = describe(cause)
+        said = reason(cause)
         held = [each for each in self._deliver.items() if not self.inbox.is_aborted(each[0])]
         self._deliver.clear()
         queued = self.inbox.drain().requests  # perhaps with an id of the former, of another client
@@ -262,8 +263,17 @@ class BusyLoop:
 
     @property
     def model_class(self) -> str:
-        """Name of the class that computes the steps."""
-        return f"{type(self._model).__module__}.{type(self._model).__qualname__}"
+        """The class that computes the steps, as a config would name it."""
+        return f"{type(self._model).__module__}:{type(self._model).__qualname__}"
+
+    @property
+    def delay(self) -> str:
+        """What it has been at since `step_started_at`."""
+        return f"{'a step' if self.ready.is_set() else 'to allocate its KV cache'} has taken"
+
+    @property
+    def pid(self) -> None:
+        """None: it lives in this process."""
 
     @property
     def limits(self) -> EngineLimits:

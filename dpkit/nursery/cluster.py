@@ -32,6 +32,7 @@ from dpkit.errors import (
     Draining,
     InternalError,
 )
+from dpkit.imports import refuse_while_importing
 from dpkit.names import Cause
 from dpkit.nursery.audit import audit_coordinator, audit_engine
 from dpkit.nursery.build import Builder, load_models
@@ -353,7 +354,8 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
         ``cluster.grace`` seconds; only a step that hangs in a thread leaves that thread behind.
 
     Error handling:
-        ValueError: `clients` is no whole number from 1 on.
+        ValueError: `clients` is no whole number from 1 on. RuntimeError: a module opens a cluster
+        while it is imported for a model in it.
         ConfigError, ModelNotFound, ModelUnsupported: raised before any engine starts. An engine
         that fails is restarted; its requests go elsewhere or get `EngineLost`. ClusterFailed: fewer
         engines than ``cluster.min_ready`` are left, or dpkit found a bug of its own; the body was
@@ -362,6 +364,7 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
     """
     if type(clients) is not int or clients < 1:
         raise ValueError(f"clients must be a whole number from 1 on, not {clients!r}")
+    refuse_while_importing("open_cluster was called")
     config = as_config(config)
     cluster = Cluster(config, await load_models(config), clients=clients)
     async with open_services(grace=config.cluster.grace, failure=cluster.failure) as services:

@@ -39,6 +39,8 @@ class Receiver(Protocol):
     """
 
     request: GenerateRequest
+    delivered: list[int]
+    """Its tokens so far. `Flights` adds those of an output before it hands it on."""
     scans: bool
     """Whether each output is to be shown to `scan` before it counts."""
 
@@ -48,8 +50,14 @@ class Receiver(Protocol):
     def on_placed(self, placement: Placement) -> None:
         """The request has its engine, perhaps not its first one."""
 
+    def on_answered(self) -> None:
+        """The engine that has it now gives its first token."""
+
     def deliver(self, output: EngineOutput) -> None:
-        """Take an output. With a finish reason it is the last, and the books are closed by then."""
+        """Take an output, which is not the last."""
+
+    def finish(self, output: EngineOutput) -> None:
+        """Take the last output, which has a finish reason; the books are closed by now."""
 
     def fail(self, reason: FinishReason, error: Exception) -> None:
         """Take what ended the request without a word of its engine; no more comes."""
@@ -95,17 +103,23 @@ class Flight:
     times_out_at: float  # in the queue
     ticket: Ticket | None = None
     placement: Placement | None = None
+    engine: EngineId | None = None
+    """That of the placement, at hand for every token."""
     answered: bool = False
     """Whether the engine that has it now has given a token."""
-    delivered: list[int] = field(factory=list)
     retries: int = 0
     admitted_at: float = field(factory=trio.current_time)
+
+    @property
+    def delivered(self) -> list[int]:
+        """Its tokens so far, read or not."""
+        return self.receiver.delivered
 
     def statistics(self) -> RequestStatistics:
         """What is known of the request now."""
         return RequestStatistics(
             request_id=self.request.request_id,
-            engine=None if self.placement is None else self.placement.engine,
+            engine=self.engine,
             prompt_tokens=len(self.request.prompt_token_ids),
             output_tokens=len(self.delivered),
             age_s=trio.current_time() - self.admitted_at,

@@ -81,7 +81,7 @@ class Flights:
     def placed_on(self, engine: EngineId) -> Iterator[str]:
         """Ids of the requests that one life of an engine has."""
         for request_id, flight in self._flights.items():
-            if flight.placement is not None and flight.placement.engine == engine:
+            if flight.engine == engine:
                 yield request_id
 
     def admission(self) -> AdmissionStatistics:
@@ -160,28 +160,33 @@ class Flights:
     def deliver(self, engine: EngineId, output: EngineOutput) -> None:
         """Route one output to its receiver; called by links, on Trio's thread, for every token."""
         flight = self._flights.get(output.request_id)
-        if flight is None or flight.placement is None or flight.placement.engine != engine:
+        if flight is None or (flight.engine is not engine and flight.engine != engine):
             self.late_outputs += 1
             return
         if output.error is not None and self._try_elsewhere(flight, output.error):
             return
         if output.token_ids and not flight.answered:
             flight.answered = True
+            flight.receiver.on_answered()
             self._membership.on_success(engine)
-        flight.delivered += output.token_ids
-        if output.finish_reason is None and not flight.receiver.scans:
-            flight.receiver.deliver(output)
+        receiver = flight.receiver
+        receiver.delivered += output.token_ids
+        if output.finish_reason is None and not receiver.scans:
+            receiver.deliver(output)
         else:
-            self._deliver_last(flight, output)
+            self._finish(flight, output)
 
-    def _deliver_last(self, flight: Flight, output: EngineOutput) -> None:
+    def _finish(self, flight: Flight, output: EngineOutput) -> None:
         """Deliver what ends its request, or may: once its receiver hears it, the books say so."""
         seen = flight.receiver.scan(output) if flight.receiver.scans else output
-        if seen.finish_reason is not None and self._is_under_way(flight):
+        if seen.finish_reason is None:
+            flight.receiver.deliver(seen)
+            return
+        if self._is_under_way(flight):
             if output.finish_reason is None:
                 self._abort(flight)
             self._conclude(flight, seen.finish_reason, cause_of(output, seen))
-        flight.receiver.deliver(seen)
+        flight.receiver.finish(seen)
         self.fill()
 
     @trio.lowlevel.enable_ki_protection
@@ -299,7 +304,7 @@ class Flights:
         request_id, engine = flight.request.request_id, placement.engine
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("request %s goes to %s by %s", request_id, engine, placement.reason)
-        flight.placement, flight.answered = placement, False
+        flight.placement, flight.engine, flight.answered = placement, engine, False
         self.placed += 1
         self._alarms.discard(request_id)
         self._set_alarm(flight)
@@ -338,8 +343,8 @@ class Flights:
         return True
 
     def _take_budget(self, flight: Flight, error: EngineLost) -> bool:
-        assert flight.placement is not None  # noqa: S101 - or no engine could have been lost
-        engine, share = flight.placement.engine, self._limits.retry_budget
+        engine, share = flight.engine, self._limits.retry_budget
+        assert engine is not None  # noqa: S101 - or it could not have been lost
         if self.retries.take(engine, trio.current_time(), share=share, requests=len(self)):
             return True
         error.args = (not_retried(error),)  # the error was made for this request alone
@@ -358,7 +363,7 @@ class Flights:
         self._conclude(flight, reason, cause)
 
     def _abort(self, flight: Flight) -> None:
-        if flight.placement is not None and (link := self._links.get(flight.placement.engine)):
+        if flight.engine is not None and (link := self._links.get(flight.engine)):
             link.abort(flight.request.request_id)
 
     def _fail(self, flight: Flight, reason: FinishReason, cause: Cause, error: Exception) -> None:
@@ -368,7 +373,7 @@ class Flights:
 
     def _leave_engine(self, flight: Flight) -> None:
         if flight.placement is not None:
-            placement, flight.placement = flight.placement, None
+            placement, flight.placement, flight.engine = flight.placement, None, None
             self.placed -= 1
             self._dispatch.release(placement)
 
@@ -380,8 +385,7 @@ class Flights:
 
     def _conclude(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
         """The one terminal event of a request."""
-        request_id = flight.request.request_id
-        engine = flight.placement.engine if flight.placement else None
+        request_id, engine = flight.request.request_id, flight.engine
         self._leave_engine(flight)
         self._leave_queue(flight)
         del self._flights[request_id]

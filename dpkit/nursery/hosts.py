@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from dpkit.wire.frontend import open_frontend
 from dpkit.wire.zsocket import open_context
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from contextlib import AbstractAsyncContextManager
 
     from dpkit.abc import Launcher, Worker
@@ -32,12 +33,16 @@ if TYPE_CHECKING:
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId
     from dpkit.wire.frontend import FrontendSockets
+    from dpkit.wire.zsocket import Context
 
 WORK = "dpkit.launch.child:work"
 """What an engine's process does."""
 
 GRACE_S = 1.0
 """From SIGTERM to SIGKILL, for an engine that has nothing left to do."""
+
+_LAST_LIFE_S = 3 * GRACE_S
+"""By then the last life has ended that was told to end, by force if need be."""
 
 _LONGEST_FOLDER = 80
 """Of the 107 bytes that the path of a Unix socket may have; the rest is for its name."""
@@ -52,21 +57,26 @@ class ModelHost:
         self.name = group.model
         self._group = group
         self._launcher: Launcher | None = None
+        self._start_timeout = 0.0
         self._folder = ""
+        self._context: Context
+        self._lives = 0
+        self._no_lives = trio.lowlevel.ParkingLot()
         self._numbers = count()
         self._settled = trio.Event()
         self._scope = trio.CancelScope()
+
+    def serve(self, group: EngineGroupConfig) -> None:
+        """Serve this group as well; the model may take as long as the most patient one allows."""
+        self._start_timeout = max(self._start_timeout, group.process.start_timeout)
 
     async def run(self) -> None:
         """Load the model and be there; what loading raises is kept for whoever wants a launcher."""
         try:
             with self._scope, tempfile.TemporaryDirectory(prefix="dpkit-", dir=_parent()) as folder:
                 self._folder = folder
-                self._scope.deadline = trio.current_time() + self._group.process.start_timeout
-                async with self._open() as self._launcher:
-                    self._scope.deadline = math.inf
-                    self._settled.set()
-                    await trio.sleep_forever()
+                self._scope.deadline = trio.current_time() + self._start_timeout
+                await self._keep()
         except Exception as error:  # noqa: BLE001 - raised by `launcher`
             self.error = error
         finally:
@@ -74,11 +84,22 @@ class ModelHost:
                 self.error = self._late()
             self._settled.set()
 
+    async def _keep(self) -> None:
+        async with open_context() as self._context, self._open() as self._launcher:
+            self._scope.deadline = math.inf
+            self._settled.set()
+            try:
+                await trio.sleep_forever()
+            finally:  # lives end by themselves, but their sockets must not outlive the context
+                with trio.move_on_after(_LAST_LIFE_S, shield=True):
+                    while self._lives:
+                        await self._no_lives.park()
+
     def _late(self) -> LaunchFailed:
         if trio.current_time() < self._scope.deadline:
             return LaunchFailed(f"model {self.name!r} was let go before it was loaded")
         return LaunchFailed(
-            f"model {self.name!r} was not loaded within {self._group.process.start_timeout:g} s "
+            f"model {self.name!r} was not loaded within {self._start_timeout:g} s "
             "(engines.process.start_timeout)"
         )
 
@@ -107,6 +128,17 @@ class ModelHost:
             raise self.error
         assert self._launcher is not None  # noqa: S101 - settled, and without an error
         return self._launcher
+
+    @contextmanager
+    def use_context(self) -> Iterator[Context]:
+        """The context for the sockets of one life, which are closed when the block ends."""
+        self._lives += 1
+        try:
+            yield self._context
+        finally:
+            self._lives -= 1
+            if not self._lives:
+                self._no_lives.unpark_all()
 
     def addresses(self, transport: Transport) -> tuple[str, str, str]:
         """Three addresses to bind: for the handshake, for requests, for outputs."""
@@ -137,9 +169,8 @@ class EngineHost:
         """Bind the sockets of one life."""
         await self.model.launcher()  # no model, no folder
         handshake, requests, outputs = self.model.addresses(self.group.process.transport)
-        async with (
-            open_context() as context,
-            open_frontend(
+        with self.model.use_context() as context:
+            async with open_frontend(
                 context,
                 ranks=[rank],
                 bind_handshake=handshake,
@@ -147,9 +178,8 @@ class EngineHost:
                 bind_output=outputs,
                 local=True,
                 max_message_bytes=self.group.process.max_message,
-            ) as sockets,
-        ):
-            yield sockets
+            ) as sockets:
+                yield sockets
 
     @protected_context
     async def open_worker(

@@ -102,9 +102,17 @@ class JoinedLife(WireLife):
         return self._model
 
     @property
-    def step_started_at(self) -> float | None:
+    def pid(self) -> None:
+        """None: its process is somebody else's."""
+
+    @property
+    def step_started_at(self) -> None:
         """None: no such engine says so; its silence is watched by this life itself."""
-        return None
+
+    @property
+    def delay(self) -> str:
+        """Nothing that is known here."""
+        return "it has been at something for"
 
     @property
     def how_far(self) -> str:
@@ -139,7 +147,7 @@ class JoinedLife(WireLife):
             spec=self._spec,
             limit=most,
             on_stats=self._on_stats,
-            on_gone=self._note_gone,
+            on_gone=self._give_up,
             on_leaving=self._on_leaving,
         )
         self._attach(connection)

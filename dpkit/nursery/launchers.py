@@ -45,8 +45,9 @@ class Launchers:
 
         key = _key(group)
         if key not in self._hosts:
-            self._hosts[key] = host = ModelHost(group)
-            self._start(host)
+            self._hosts[key] = ModelHost(group)
+            self._start(self._hosts[key])
+        self._hosts[key].serve(group)
         return self._hosts[key]
 
     def desk(self, group: EngineGroupConfig) -> Desk:

@@ -40,7 +40,11 @@ class Life(Protocol):
 
     @property
     def model_class(self) -> str:
-        """What computes its steps, as it is written in Python."""
+        """What computes its steps, as a config names it."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, if it has one of its own and that is there."""
 
     @property
     def step_started_at(self) -> float | None:
@@ -48,6 +52,10 @@ class Life(Protocol):
 
         The same moment for as long as it is the same step.
         """
+
+    @property
+    def delay(self) -> str:
+        """What it has been at since then, to stand before a time: "a step has taken"."""
 
     @property
     def is_interruptible(self) -> bool:

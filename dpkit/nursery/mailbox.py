@@ -7,14 +7,24 @@ gets the very outputs that were put. Knows nothing of engines.
 
 from __future__ import annotations
 
+import types
+from typing import TYPE_CHECKING, Any, TypeVar
+
 import trio
 
 from dpkit.messages import EngineOutput
-from dpkit.nursery.bell import Bell
+from dpkit.nursery.bell import RUNG, Bell, QuickBell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+T = TypeVar("T")
 
 
 class Mailbox:
     """Single reader, any number of writers, all on Trio's thread."""
+
+    __slots__ = ("_bell", "_closed", "_pending", "_request_id", "_taking")
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -42,16 +52,18 @@ class Mailbox:
         """Let a parked reader go with ClosedResourceError; what comes later is never read."""
         self._closed = True
         self._bell.ring()
-        self._bell.retire()
 
-    async def take(self) -> EngineOutput:
-        """Wait until something is pending and return all of it as one output.
+    @types.coroutine
+    def take(self, read: Callable[[EngineOutput], T]) -> Generator[Any, Any, T]:
+        """Wait until something is pending, and return what `read` makes of all of it.
 
-        Exactly one checkpoint, before anything is taken: a cancelled `take` has lost nothing.
+        One generator for all of that, as it is made and run through for every token. Exactly one
+        checkpoint, before anything is taken: a cancelled `take` has lost nothing.
 
         Raises:
             ClosedResourceError: the mailbox was closed, before or while waiting.
             BusyResourceError: another task is waiting already.
+            What `read` raises.
         """
         if self._taking:
             raise trio.BusyResourceError(
@@ -59,20 +71,26 @@ class Mailbox:
             )
         self._taking = True
         try:
-            if self._pending is None and not self._closed:
-                await self._bell.wait()
+            if self._pending is not None or self._closed:
+                yield from trio.lowlevel.checkpoint()  # noqa: ASYNC105 - no coroutine, so no await
+            elif isinstance(bell := self._bell, QuickBell):
+                answer = yield bell.lie_down()
+                if answer is not RUNG:
+                    answer.unwrap()
             else:
-                await trio.lowlevel.checkpoint()
+                yield from bell.wait()
         finally:
             self._taking = False
         pending, self._pending = self._pending, None
         if pending is None or self._closed:
             raise trio.ClosedResourceError(f"request {self._request_id} was closed")
-        return pending.output() if isinstance(pending, _Merged) else pending
+        return read(pending.output() if isinstance(pending, _Merged) else pending)
 
 
 class _Merged:
     """Several outputs on their way to become one."""
+
+    __slots__ = ("_last", "_logprobs", "_prompt_logprobs", "token_ids")
 
     def __init__(self, first: EngineOutput) -> None:
         self.token_ids = list(first.token_ids)

@@ -116,14 +116,19 @@ def _group_changes(old: Config, new: Config) -> Iterator[str]:
     before = {group.name: group for group in old.engines}
     after = {group.name: group for group in new.engines}
     for name in before.keys() - after.keys():
-        yield f"engines.{name}: {before[name].count} engines leave"
+        yield f"engines.{name}: {_some(before[name].count, 'leaves', 'leave')}"
     for name, group in after.items():
         if name not in before:
-            yield f"engines.{name}: {group.count} engines of {group.model} join"
+            joins = _some(group.count, f"of {group.model} joins", f"of {group.model} join")
+            yield f"engines.{name}: {joins}"
         elif is_other(before[name], group):
-            yield f"engines.{name}: all {group.count} engines are replaced"
+            yield f"engines.{name}: {_some(group.count, 'is', 'are all')} replaced"
         elif before[name].count != group.count:
             yield f"engines.{name}: {before[name].count} → {group.count} engines"
+
+
+def _some(count: int, one: str, more: str) -> str:
+    return f"1 engine {one}" if count == 1 else f"{count} engines {more}"
 
 
 def is_other(old: EngineGroupConfig, new: EngineGroupConfig) -> bool:

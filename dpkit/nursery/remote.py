@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import trio
 
 from dpkit.errors import EngineLost, LaunchFailed
+from dpkit.launch.gist import gist
 from dpkit.link.zmq import WireConnection
 from dpkit.nursery.wirelife import WireLife
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from dpkit.abc import Worker
     from dpkit.engine.publish import PublishGate
@@ -86,7 +87,17 @@ class RemoteLife(WireLife):
     @property
     def step_started_at(self) -> float | None:
         """When what the engine is at began, as far as it has said."""
-        return None if self._connection is None else self._connection.progress.step_started_at
+        if self._connection is None or self.cause is not None:
+            return None
+        return self._connection.progress.step_started_at
+
+    @property
+    def delay(self) -> str:
+        """What it has been at since then; of one that does not even answer, that it does not."""
+        heard_at = math.inf if self._connection is None else self._connection.progress.heard_at
+        if trio.current_time() - heard_at >= self._host.group.supervision.step_timeout:
+            return "it has said nothing for"
+        return "a step has taken"
 
     async def _live(self) -> None:
         async with self._host.open_sockets(self._rank) as sockets:
@@ -132,7 +143,7 @@ class RemoteLife(WireLife):
             sockets.input,
             limit=most,
             on_stats=self._on_stats,
-            on_gone=self._note_gone,
+            on_gone=self._give_up,
         )
         self._attach(connection)
         self._begin()
@@ -143,13 +154,14 @@ class RemoteLife(WireLife):
             nursery.start_soon(self._guard, socket.pump, self._refuse)
         try:
             await sockets.output.pump(connection.take)
-        except EngineLost:
-            self._is_explained = False
-            raise
+        except EngineLost as error:
+            self._give_up(error)
 
-    def _note_gone(self, error: EngineLost) -> None:
+    def _give_up(self, cause: EngineLost) -> None:
+        """Take note of an end that is not known from the process: it may be about to say more."""
         self._is_explained = False
-        super()._note_gone(error)
+        self._tell(cause)
+        self._scope.deadline = trio.current_time() + self.last_words_s
 
     def _explain(self) -> None:
         """Say how the process ended, where only others have said yet that it did."""
@@ -186,13 +198,3 @@ class RemoteLife(WireLife):
         super().lose(cause)
         if self._worker is not None:
             self._worker.kill()
-
-
-def gist(lines: Iterable[str]) -> str:
-    """The end of what a process wrote, without the frames of its last traceback."""
-    said = [
-        line
-        for line in lines
-        if line.strip() and not line[0].isspace() and not line.endswith(("last):", "first):"))
-    ]
-    return " / ".join(said[-2:])

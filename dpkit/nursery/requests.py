@@ -136,13 +136,13 @@ class RequestMaker:
         )
 
     def _sampling(self, sampling: SamplingParams, fields: dict[str, Any]) -> SamplingParams:
+        if fields.get("seed", sampling.seed) is None:
+            # Drawn here rather than in the engine: a retry elsewhere repeats the same text.
+            fields["seed"] = self._rng.getrandbits(63)
         try:
             sampling = evolve(sampling, **fields)
         except ValueError as error:
             raise RequestRejected(f"bad sampling option: {error}") from error
-        if sampling.seed is None:
-            # Drawn here rather than in the engine: a retry elsewhere repeats the same text.
-            sampling = evolve(sampling, seed=self._rng.getrandbits(63))
         if sampling.echo and sampling.prompt_logprobs is None:
             sampling = evolve(sampling, prompt_logprobs=sampling.logprobs)
         return sampling
@@ -184,6 +184,8 @@ def choice_of(request: GenerateRequest, index: int) -> GenerateRequest:
 
     The others have seeds that follow from the request's own, the same in every process.
     """
+    if request.sampling.n == 1:
+        return request
     sampling = evolve(request.sampling, n=1)
     if index == 0:
         return evolve(request, sampling=sampling)

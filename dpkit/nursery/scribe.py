@@ -1,8 +1,7 @@
-"""The text of one request: made when it is read, or with stop strings as soon as its tokens arrive.
+"""The text of a request with stop strings, made as soon as its tokens arrive.
 
-Whether and when somebody reads must not decide how long the engine runs, so stop strings are looked
-for on arrival; all other text can wait until the engine has begun its next step, or for ever.
-Knows nothing of engines, books or readers.
+Whether and when somebody reads must not decide how long the engine runs. All other text can wait
+until the engine has begun its next step, or for ever. Knows nothing of engines, books or readers.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ class Scribe:
     """Writes one request's text.
 
     Args:
-        transcript: Turns its tokens into text.
-        scans: Whether there are stop strings; if so, every output is to pass through `scan`.
+        transcript: Turns its tokens into text, and knows the stop strings.
     """
 
-    def __init__(self, transcript: Transcript, *, scans: bool) -> None:
-        self.scans = scans
+    def __init__(self, transcript: Transcript) -> None:
         self._transcript = transcript
         self._unread = ""
 
@@ -38,23 +35,16 @@ class Scribe:
 
         A tokenizer that fails ends its own request alone, so nothing is raised.
         """
+        last = output.finish_reason is not None
         try:
-            self._unread += self._transcript.feed(
-                output.token_ids, last=output.finish_reason is not None
-            )
+            self._unread += self._transcript.feed(output.token_ids, last=last)
         except Exception as error:  # noqa: BLE001 - the reader's to handle
             return replace(output, finish_reason=FinishReason.ERROR, error=output.error or error)
         if self._transcript.stopped and output.error is None:
             return replace(output, finish_reason=FinishReason.STOP)
         return output
 
-    def read(self, token_ids: Sequence[int], *, last: bool) -> str:
-        """Text that is certain and was not read before; `token_ids` are those of what is read now.
-
-        Error handling:
-            What the tokenizer raises, unless it has been told by `scan`.
-        """
-        if not self.scans:
-            return self._transcript.feed(token_ids, last=last)
+    def read(self, _token_ids: Sequence[int], *, last: bool) -> str:  # noqa: ARG002
+        """Text that was not read before; in the place of `Transcript.feed`, which came earlier."""
         text, self._unread = self._unread, ""
         return text

@@ -137,7 +137,7 @@ class EngineSlot:
 
     @property
     def model_class(self) -> str:
-        """What computes here, as it is written in Python."""
+        """What computes here, as a config names it."""
         return self.life.model_class
 
     async def live(self, number: int) -> None:
@@ -258,6 +258,7 @@ class EngineSlot:
             return  # drained or lost before it was ready
         self.state = EngineState.READY
         limits, detail = life.limits, f"restart {self.restarts}, " if self.restarts else ""
+        detail += "" if life.pid is None else f"process {life.pid}, "
         detail += (
             f"{limits.num_blocks} blocks of {limits.block_size} tokens, at most "
             f"{limits.max_num_seqs} sequences and {limits.max_num_batched_tokens} tokens a step"
@@ -315,10 +316,9 @@ class EngineSlot:
             raise
         self.state = EngineState.STUCK
         self._events.emit(EventKind.ENGINE_STUCK, engine=life.engine)
-        what = "a step" if life.ready.is_set() else "to allocate its KV cache"
         life.lose(
             EngineLost(
-                f"engine {life.engine} is stuck: {what} has taken more than "
+                f"engine {life.engine} is stuck: {life.delay} more than "
                 f"{self._step_timeout:g} s (supervision.step_timeout)",
                 engine=life.engine,
             )

@@ -19,6 +19,7 @@ from dpkit.nursery.mailbox import Mailbox
 from dpkit.nursery.scribe import Scribe
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
     from types import TracebackType
 
     from dpkit.balancer.dispatch import Placement
@@ -49,19 +50,48 @@ class OutputStream:
     how long the engine runs.
     """
 
+    __slots__ = (  # there may be many thousands, each of them touched for every token
+        "__weakref__",
+        "_ended_at",
+        "_failure",
+        "_first_token_at",
+        "_flights",
+        "_is_open",
+        "_mailbox",
+        "_placed",
+        "_read_failure",
+        "_scribe",
+        "_started_at",
+        "_texts",
+        "_tokens_read",
+        "_write",
+        "deliver",
+        "delivered",
+        "finish_reason",
+        "logprobs",
+        "placement",
+        "prompt_logprobs",
+        "request",
+        "scans",
+    )
+
     def __init__(self, flights: Flights, request: GenerateRequest, transcript: Transcript) -> None:
         self.request = request
         self.scans = bool(request.sampling.stop)
-        self.token_ids: list[int] = []
+        self.delivered: list[int] = []
+        self._tokens_read = 0
+        self._is_open = False
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.placement: Placement | None = None
         self._flights = flights
-        self._scribe = Scribe(transcript, scans=self.scans)
+        self._scribe = Scribe(transcript) if self.scans else None
+        self._write = transcript.feed if self._scribe is None else self._scribe.read
         self._texts: list[str] = []
         self._mailbox = Mailbox(request.request_id)
-        self._placed = trio.lowlevel.ParkingLot()
+        self.deliver = self._mailbox.put_nowait
+        self._placed: trio.lowlevel.ParkingLot | None = None  # who waits for a place
         self._failure: Exception | None = None
         self._read_failure: Exception | None = None  # the same, once the reader has come to it
         self._started_at = self._first_token_at = self._ended_at = math.nan
@@ -74,6 +104,11 @@ class OutputStream:
     def request_id(self) -> str:
         """Unique among the requests in flight."""
         return self.request.request_id
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of all that was read so far, in a list of your own."""
+        return self.delivered[: self._tokens_read]
 
     @property
     def text(self) -> str:
@@ -103,6 +138,7 @@ class OutputStream:
         return self
 
     async def _wait_placed(self) -> None:
+        self._placed = trio.lowlevel.ParkingLot()
         try:
             await self._placed.park()
         except BaseException:  # cancelled in the queue, or just when it was placed
@@ -131,7 +167,7 @@ class OutputStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Output:
+    def __anext__(self) -> Awaitable[Output]:
         """Wait for the next output: all that became ready since the last one.
 
         Raises:
@@ -145,31 +181,44 @@ class OutputStream:
             What the model's tokenizer raises when it cannot read the tokens; the request ends.
             What a request failed with is raised again by every later call.
         """
-        if self.placement is None:
-            raise RuntimeError("nothing was asked yet: enter the stream with `async with` first")
-        if self._read_failure is not None:
-            raise self._read_failure
-        if self.finish_reason is not None:
-            raise StopAsyncIteration
-        received = await self._mailbox.take()
-        self.finish_reason = received.finish_reason  # first: what cannot be read has ended as well
-        self.token_ids += received.token_ids
-        if received.logprobs:
-            self.logprobs += received.logprobs
-        if received.prompt_logprobs:
-            self.prompt_logprobs += received.prompt_logprobs
-        if text := self._read(received):
-            self._texts.append(text)
-        if received.error is not None:
+        if not self._is_open:
+            self._refuse_to_read()
+        return self._mailbox.take(self._read)
+
+    def _read(self, received: EngineOutput) -> Output:
+        token_ids, reason = received.token_ids, received.finish_reason
+        self._tokens_read += len(token_ids)
+        if reason is not None:
+            self.finish_reason = reason  # now: what cannot be read has ended as well
+            self._is_open = False
+        if logprobs := received.logprobs:
+            self.logprobs += logprobs
+        if prompt_logprobs := received.prompt_logprobs:
+            self.prompt_logprobs += prompt_logprobs
+        try:
+            if text := self._write(token_ids, last=reason is not None):
+                self._texts.append(text)
+        except Exception as error:
+            if received.error is None:
+                self._spoil(error)
+                raise
+        if reason is not None and received.error is not None:
             self._read_failure = received.error
             raise received.error
         return Output(
             text=text,
-            token_ids=received.token_ids,
-            logprobs=received.logprobs,
-            prompt_logprobs=received.prompt_logprobs,
-            finish_reason=self.finish_reason,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
         )
+
+    def _refuse_to_read(self) -> None:
+        if self.placement is None:
+            raise RuntimeError("nothing was asked yet: enter the stream with `async with` first")
+        if self._read_failure is not None:
+            raise self._read_failure
+        raise StopAsyncIteration
 
     async def read_all(self) -> Completion:
         """Read to the end and return the whole; errors as for the outputs one by one."""
@@ -177,41 +226,44 @@ class OutputStream:
             pass
         return self.completion()
 
-    def _read(self, received: EngineOutput) -> str:
-        try:
-            return self._scribe.read(received.token_ids, last=received.finish_reason is not None)
-        except Exception as error:  # the tokenizer's own: the reader's to handle
-            if received.error is not None:
-                return ""
-            self.finish_reason = self.finish_reason or FinishReason.ERROR
-            self._read_failure = error
-            self._flights.spoil(self)
-            raise
+    def _spoil(self, error: Exception) -> None:
+        """The tokenizer's own: the reader's to handle."""
+        self.finish_reason = self.finish_reason or FinishReason.ERROR
+        self._is_open = False
+        self._read_failure = error
+        self._flights.spoil(self)
 
     # What `Flights` drives, and users never call.
 
     def scan(self, output: EngineOutput) -> EngineOutput:
         """Look for stop strings, if `scans`."""
-        return self._scribe.scan(output)
+        return output if self._scribe is None else self._scribe.scan(output)
 
     def on_placed(self, placement: Placement) -> None:
         """The request has its engine, perhaps not its first one."""
         self.placement = placement
-        self._placed.unpark_all()
+        self._is_open = True
+        self._wake_entering()
 
     def fail(self, reason: FinishReason, error: Exception) -> None:
         """There will be no more, and `error` is why."""
         self._failure = error
-        self._placed.unpark_all()
+        self._wake_entering()
         output = EngineOutput(request_id=self.request_id, finish_reason=reason, error=error)
-        self.deliver(self.scan(output) if self.scans else output)
+        self.finish(self.scan(output))
 
-    def deliver(self, output: EngineOutput) -> None:
-        """Take one engine output."""
-        if output.token_ids and math.isnan(self._first_token_at):
+    def _wake_entering(self) -> None:
+        if self._placed is not None:
+            self._placed.unpark_all()
+
+    def on_answered(self) -> None:
+        """Tokens come."""
+        if math.isnan(self._first_token_at):
             self._first_token_at = trio.current_time()
-        if output.finish_reason is not None:
-            self._ended_at = trio.current_time()
+
+    def finish(self, output: EngineOutput) -> None:
+        """Take the last output."""
+        self._ended_at = trio.current_time()
         self._mailbox.put_nowait(output)
 
     def completion(self) -> Completion:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.messages import EngineOutput
+from dpkit.messages import EngineOutput, FinishReason
 from dpkit.nursery.scribe import Scribe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dpkit.balancer.dispatch import Placement
-    from dpkit.messages import EngineId, FinishReason, GenerateRequest
+    from dpkit.messages import EngineId, GenerateRequest
     from dpkit.nursery.flights import Flights
     from dpkit.text.transcript import Transcript
 
@@ -55,6 +55,24 @@ class Submission:
         word is ClusterClosed.
     """
 
+    __slots__ = (  # there may be many thousands, each of them touched for every token
+        "__weakref__",
+        "_flights",
+        "_is_starting",
+        "_refusal",
+        "_scribe",
+        "_sink",
+        "_text_is_complete",
+        "_unreadable",
+        "_write",
+        "_written",
+        "delivered",
+        "finish_reason",
+        "placement",
+        "request",
+        "scans",
+    )
+
     def __init__(
         self, flights: Flights, request: GenerateRequest, transcript: Transcript, sink: Sink
     ) -> None:
@@ -63,10 +81,13 @@ class Submission:
         self.finish_reason: FinishReason | None = None
         self.placement: Placement | None = None
         self._flights = flights
-        self._scribe = Scribe(transcript, scans=self.scans)
+        self._scribe = Scribe(transcript) if self.scans else None
+        self._write = transcript.feed if self._scribe is None else self._scribe.read
         self._sink: Sink | None = sink
-        self._untold: list[int] = []  # tokens whose text was not asked for
+        self.delivered: list[int] = []
+        self._written = 0  # tokens whose text has been taken
         self._text_is_complete = False
+        self._unreadable: Exception | None = None
         self._is_starting = True
         self._refusal: Exception | None = None
 
@@ -110,26 +131,62 @@ class Submission:
         """The text that became certain since it was last taken; once finished, all that is left.
 
         Made when it is asked for, whether by the sink or later, and never if nobody asks; with stop
-        strings it has been made by then. What it cost to hold is one int for each token.
+        strings it has been made by then.
 
         Raises:
-            What the model's tokenizer raises. With stop strings nothing: it ends the request.
+            What the model's tokenizer raises when it cannot read the tokens. That ends the request
+            as refused, this is its last word, and the sink is not called again. With stop strings
+            the tokens were read on arrival, so the sink has been told.
         """
+        if self._unreadable is not None:
+            raise self._unreadable
         if self._text_is_complete:
             return ""
-        token_ids, self._untold = self._untold, []
         self._text_is_complete = self.finish_reason is not None
-        return self._scribe.read(token_ids, last=self._text_is_complete)
+        token_ids, self._written = self.delivered[self._written :], len(self.delivered)
+        try:
+            return self._write(token_ids, last=self._text_is_complete)
+        except Exception as error:
+            self._spoil(error)
+            raise
+
+    def _spoil(self, error: Exception) -> None:
+        self._unreadable, self._sink = error, None
+        self.finish_reason = self.finish_reason or FinishReason.ERROR
+        self._flights.spoil(self)
 
     # What `Flights` drives, and users never call.
 
     def scan(self, output: EngineOutput) -> EngineOutput:
         """Look for stop strings, if `scans`."""
-        return self._scribe.scan(output)
+        return output if self._scribe is None else self._scribe.scan(output)
 
     def on_placed(self, placement: Placement) -> None:
         """The request has its engine, perhaps not its first one."""
         self.placement = placement
+
+    def on_answered(self) -> None:
+        """Tokens come."""
+
+    def deliver(self, output: EngineOutput) -> None:
+        """Hand one engine output on."""
+        if self._sink is None:
+            return  # closed by another sink, on the way here
+        try:
+            self._sink(output)
+        except BaseException as error:  # noqa: BLE001 - SystemExit too must not end an engine
+            self._disown(error)
+
+    def finish(self, output: EngineOutput) -> None:
+        """Hand the last one on."""
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        self.finish_reason = output.finish_reason
+        try:
+            sink(output)
+        except BaseException as error:  # noqa: BLE001 - likewise
+            self._disown(error)
 
     def fail(self, reason: FinishReason, error: Exception) -> None:
         """There will be no more, and `error` is why."""
@@ -137,23 +194,12 @@ class Submission:
             self._sink, self._refusal = None, error
             return
         output = EngineOutput(request_id=self.request_id, finish_reason=reason, error=error)
-        self.deliver(self.scan(output) if self.scans else output)
-
-    def deliver(self, output: EngineOutput) -> None:
-        """Hand one engine output on."""
-        if (sink := self._sink) is None:
-            return  # closed by another sink, on the way here
-        if not self.scans:
-            self._untold += output.token_ids
-        if output.finish_reason is not None:
-            self.finish_reason, self._sink = output.finish_reason, None
-        try:
-            sink(output)
-        except BaseException as error:  # noqa: BLE001 - SystemExit too must not end an engine
-            self._disown(error)
+        self.finish(self.scan(output))
 
     def _disown(self, error: BaseException) -> None:
-        """Let go of a sink that raised."""
+        """Let go of a sink that raised by its own fault."""
+        if error is self._unreadable:
+            return
         self._sink = None
         _log.error(
             "request %s: its sink raised, so it ends here and now", self.request_id, exc_info=error

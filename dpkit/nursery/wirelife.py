@@ -11,22 +11,24 @@ import abc
 from typing import TYPE_CHECKING, Any, Never
 
 import trio
+from attrs import evolve
 from msgspec import UNSET
+from msgspec.structs import replace
 
-from dpkit.engine.core import EngineCoreStatistics
-from dpkit.errors import DpkitError, EngineLost, InternalError, WireError, describe
+from dpkit.errors import DpkitError, EngineLost, InternalError, WireError, describe, reason
 from dpkit.link.zmq import WireConnection, ZmqLink
-from dpkit.messages import EngineStats, StepReport
 from dpkit.wire.codec import rank_identity
+from dpkit.wire.reports import statistics_from_wire, stats_from_wire
 from dpkit.wire.structs import EngineReport, SchedulerStats
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
     from collections.abc import Set as AbstractSet
 
+    from dpkit.engine.core import EngineCoreStatistics
     from dpkit.engine.limits import EngineLimits
     from dpkit.engine.publish import PublishGate
-    from dpkit.messages import EngineId
+    from dpkit.messages import EngineId, EngineStats, StepReport
     from dpkit.nursery.inbox import Deliver
     from dpkit.wire.zsocket import ZSocket
 
@@ -82,7 +84,17 @@ class WireLife(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def pid(self) -> int | None:
+        """As of `Life`."""
+
+    @property
+    @abc.abstractmethod
     def step_started_at(self) -> float | None:
+        """As of `Life`."""
+
+    @property
+    @abc.abstractmethod
+    def delay(self) -> str:
         """As of `Life`."""
 
     async def run(self) -> None:
@@ -140,9 +152,9 @@ class WireLife(abc.ABC):
         self.ready.set()
         self._note_idle()  # it may have been closed already
 
-    def _note_gone(self, error: EngineLost) -> None:
+    def _give_up(self, cause: EngineLost) -> None:
         """A request met the end of this life before its watchers did."""
-        self._end_with(error)
+        self._end_with(cause)
 
     def _refuse(self, frames: list[bytes]) -> None:
         """Take what comes where nothing may: once it is ready, an engine speaks by one socket."""
@@ -180,22 +192,11 @@ class WireLife(abc.ABC):
         if self._publish is None or not self._gate.due(running, waiting, stats.kv_cache_usage):
             return
         self._seq += 1
-        self._publish(
-            EngineStats(
-                engine=self.engine,
-                index=self._index,
-                seq=self._seq,
-                waiting=waiting,
-                running=running,
-                kv_cache_usage=stats.kv_cache_usage,
-                current_wave=stats.current_wave,
-                step_counter=stats.step_counter,
-                report=self.report(),
-            )
-        )
+        self._publish(self._read(stats))
 
     def _note_idle(self) -> None:
-        if self._closed and self._connection is not None and self._connection.is_idle:
+        ends_well = self._closed and self.cause is None
+        if ends_well and self._connection is not None and self._connection.is_idle:
             self._finished.set()
 
     # The end.
@@ -216,8 +217,12 @@ class WireLife(abc.ABC):
     def abandon(self) -> None:  # noqa: B027 - there is nothing to do
         """Nothing: no call of this process is stuck in such an engine."""
 
-    @trio.lowlevel.enable_ki_protection
     def _end_with(self, cause: Exception) -> None:
+        self._tell(cause)
+        self._scope.cancel()
+
+    @trio.lowlevel.enable_ki_protection
+    def _tell(self, cause: Exception) -> None:
         """This life is over: first whoever places requests is told, then the requests are."""
         if self.cause is not None:
             return
@@ -225,8 +230,7 @@ class WireLife(abc.ABC):
         self.close()
         self._on_lost(cause)
         if self._connection is not None:
-            self._connection.fail_all(cause, describe(cause))
-        self._scope.cancel()
+            self._connection.fail_all(cause, reason(cause))
 
     # What is known of it.
 
@@ -237,33 +241,17 @@ class WireLife(abc.ABC):
 
     def statistics(self) -> EngineCoreStatistics:
         """What the engine has done since its birth, by its newest word."""
-        stats, said = self._stats, self._said
-        return EngineCoreStatistics(
-            running=0 if self.cause else stats.num_running_reqs,
-            waiting=0 if self.cause else stats.num_waiting_reqs,
-            kv_cache_usage=0.0 if self.cause else stats.kv_cache_usage,
-            free_blocks=self.limits.num_blocks if self.cause else said.free_blocks,
-            num_blocks=self.limits.num_blocks,
-            peak_kv_usage=said.peak_kv_usage,
-            steps=said.steps,
-            requests_finished=said.requests_finished,
-            requests_aborted=said.requests_aborted,
-            requests_refused=said.requests_refused,
-            prompt_tokens=said.prompt_tokens,
-            output_tokens=said.output_tokens,
-            preemptions=said.preemptions,
-            prefix_hit_tokens=said.prefix_hit_tokens,
-            steps_halved=said.steps_halved,
-        )
+        told = statistics_from_wire(self._stats)
+        assert told is not None, "`_stats` has all counts"  # noqa: S101
+        if self.cause is None:
+            return told
+        return evolve(told, running=0, waiting=0, kv_cache_usage=0.0, free_blocks=told.num_blocks)
 
     def report(self) -> StepReport:
         """How much work its requests are, by its newest word."""
-        said = self._said
-        return StepReport(
-            step_time_s=said.step_time_s,
-            unprefilled_tokens=said.unprefilled_tokens,
-            context_tokens=said.context_tokens,
-        )
+        report = self._read(self._stats).report
+        assert report is not None, "`_stats` has one"  # noqa: S101
+        return report
 
     def audit(self, charged: AbstractSet[str]) -> Iterator[str]:
         """What is charged to it against what was sent there, and against its own word when idle."""
@@ -275,12 +263,15 @@ class WireLife(abc.ABC):
 
     @property
     def _stats(self) -> SchedulerStats:
-        return SchedulerStats() if self._connection is None else self._connection.stats
+        connection = self._connection
+        said = SchedulerStats() if connection is None else connection.stats
+        if said.dpkit is UNSET:  # nothing has been said yet, or the engine does not say this
+            blocks = self.limits.num_blocks
+            counted = None if connection is None else connection.report
+            said = replace(
+                said, dpkit=counted or EngineReport(free_blocks=blocks, num_blocks=blocks)
+            )
+        return said
 
-    @property
-    def _said(self) -> EngineReport:
-        said = self._stats.dpkit
-        if said is not UNSET:
-            return said
-        counted = None if self._connection is None else self._connection.report
-        return counted or EngineReport(free_blocks=self.limits.num_blocks)
+    def _read(self, stats: SchedulerStats) -> EngineStats:
+        return stats_from_wire(stats, engine=self.engine, index=self._index, seq=self._seq)

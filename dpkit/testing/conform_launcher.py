@@ -7,8 +7,10 @@ Linux only, as it reads ``/proc``.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import tempfile
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +57,15 @@ async def check_launcher(open_launcher: OpenLauncher, *, limit: float = 10.0) ->
             the arguments that are given with it.
         limit: Seconds within which a process must have done what takes it milliseconds.
 
+    Resource handling:
+        What a launcher leaves behind of the workers, this ends.
+
     Error handling:
         Nonconforming: the first rule that is broken.
     """
     before = Belongings.now()
     check = _Check(open_launcher, limit)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, check.started:
         check.folder = Path(folder)
         with check.subject.must("a launcher can be opened and closed"):
             async with open_launcher(_PREPARE, _STATE) as launcher:
@@ -81,6 +86,8 @@ class _Check:
 
     def __init__(self, open_launcher: OpenLauncher, limit: float) -> None:
         self.subject = Subject("launcher")
+        self.started = ExitStack()
+        """Ends what is left of all that workers have started."""
         self._open = open_launcher
         self._limit = limit
 
@@ -115,12 +122,13 @@ class _Check:
             status = await self._status(worker.wait)
         self.subject.demand(STATUS, status == 7, f"{status} instead of 7 for an exit code of 7")
         async with launcher.open_worker(f"{_HERE}:serve", self._path("k"), name="killed") as worker:
-            await self._read(self._path("k"))
+            pids = await self._read(self._path("k"))
             alive = worker.status is None
             worker.send_signal(signal.SIGKILL)
             status = await self._status(worker.wait)
         self.subject.demand(STATUS, alive, "there was one when it was alive")
         self.subject.demand(STATUS, status == -9, f"{status} instead of -9 for one that was killed")
+        self._demand_gone(pids)
         with self.subject.must("a worker that has ended can be signalled and killed in vain"):
             worker.send_signal(signal.SIGTERM)
             worker.kill()
@@ -200,6 +208,9 @@ class _Check:
             while (pids := _told(path)) is None:  # noqa: ASYNC110 - by another process
                 await trio.sleep(0.005)
         self.subject.demand("a worker runs its work", pids, f"not within {self._limit:g} s")
+        for pid in (pids or {}).values():
+            with suppress(ProcessLookupError):  # it has ended
+                self.started.callback(_end, os.pidfd_open(pid))
         return pids or {}
 
     async def _status(self, wait: Callable[[], Awaitable[int]]) -> int:
@@ -216,6 +227,12 @@ class _Check:
         self.subject.demand(rule, lines, "there are none when it has ended")
         said: dict[str, Any] = json.loads(lines[-1])
         return said
+
+
+def _end(pidfd: int) -> None:
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
 
 
 def _told(path: Mapping[str, str]) -> dict[str, int] | None:

@@ -25,6 +25,8 @@ class Transcript:
         prefix: What comes in front; it is not searched.
     """
 
+    __slots__ = ("_blind_tokens", "_decoder", "_prefix", "_scanner")
+
     def __init__(
         self,
         decoder: TextDecoder,

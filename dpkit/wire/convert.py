@@ -19,6 +19,7 @@ from dpkit.errors import (
     TryLater,
     WireError,
     describe,
+    reason,
 )
 from dpkit.messages import EngineOutput, GenerateRequest, SamplingParams
 from dpkit.names import FinishReason
@@ -334,7 +335,7 @@ def _told(wire: WireOutput, top: int) -> tuple[TokenLogprob, ...]:
 
 def error_to_wire(error: Exception) -> RequestError:
     """Write why a request failed."""
-    said = str(error) if isinstance(error, DpkitError) else describe(error)
+    said = _words_of(error)
     message = said.encode(errors="backslashreplace").decode()  # half a character cannot be sent
     if isinstance(error, RequestRejected):
         return RequestError(code="validation_error", message=message)
@@ -342,6 +343,13 @@ def error_to_wire(error: Exception) -> RequestError:
         return RequestError(code="engine_lost", message=message, retryable=True)
     retryable = isinstance(error, DpkitError) and error.retryable
     return RequestError(code="internal_error", message=message, retryable=retryable)
+
+
+def _words_of(error: Exception) -> str:
+    if isinstance(error, EngineLost) and error.__cause__ is not None:
+        # Whoever reads it has another name for the request than this end knows, and others yet.
+        return f"engine {error.engine} is lost: {reason(error.__cause__)}"
+    return str(error) if isinstance(error, DpkitError) else describe(error)
 
 
 def error_from_wire(

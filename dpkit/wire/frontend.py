@@ -40,7 +40,10 @@ class Phase(Enum):
     """How far an engine has come; the words stand in messages after the rank."""
 
     EXPECTED = "has not said HELLO"
-    GREETED = "said HELLO and was told the addresses, but has not said READY"
+    GREETED = (
+        "said HELLO and was told the addresses, but has not said READY: it is still loading, or "
+        "in its model's `allocate`"
+    )
     READY = "said READY, but has told nothing of itself"
     WELCOME = "is welcome"
 

@@ -34,10 +34,13 @@ BURST = 64
 """Messages delivered between two checkpoints: enough to hide what a checkpoint costs."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Default size limit of one frame: a prompt of a million tokens as embeddings is not sent here."""
+MAX_SOCKETS = 16_384
+"""Default number of sockets of a context: those of a cluster of 2,000 engines."""
 TERM_PATIENCE = 6.0
 """Seconds that closing a context may take: the longest linger of the protocol is 5 s."""
 
 _QUICK = int(zmq.NOBLOCK)
+_QUICK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _MORE = int(zmq.RCVMORE)
 _EVENTS = int(zmq.EVENTS)
 _READABLE = int(zmq.POLLIN)
@@ -53,12 +56,13 @@ class PeerGone(DpkitError, trio.BrokenResourceError):  # noqa: N818
 
 @asynccontextmanager
 async def open_context(
-    *, io_threads: int = 1, patience: float = TERM_PATIENCE
+    *, io_threads: int = 1, max_sockets: int = MAX_SOCKETS, patience: float = TERM_PATIENCE
 ) -> AsyncGenerator[Context]:
     """Open a ZeroMQ context: the I/O threads that all sockets of a process or a cluster share.
 
     Args:
         io_threads: One carries about a gigabyte a second.
+        max_sockets: Open at once; a watched one counts as three.
         patience: Seconds to wait at the end until what lingering sockets hold is sent.
 
     Resource handling:
@@ -66,6 +70,7 @@ async def open_context(
         Trio's loop, shielded from cancellation, and gives up after `patience`.
     """
     context = zmq.Context(io_threads)
+    context.set(zmq.MAX_SOCKETS, max_sockets)
     try:
         yield context
     finally:
@@ -137,6 +142,8 @@ class ZSocket:
 
     def __init__(self, raw: zmq.Socket[bytes], monitor: ZSocket | None = None) -> None:
         self._raw = raw
+        # What pyzmq's own methods wrap, which cost several times as much.
+        self._send = super(zmq.Socket, raw).send
         self._monitor = monitor
         self._peers = PeerReader()
         self._fd = int(raw.get(zmq.FD))
@@ -199,6 +206,8 @@ class ZSocket:
                 while (frames := self._take()) is not None:
                     deliver(frames)
                     taken += 1
+                    if taken == 1 and not self._is_readable():
+                        break
                     if taken == BURST:
                         taken = 0
                         await trio.lowlevel.checkpoint()
@@ -243,8 +252,14 @@ class ZSocket:
             PeerGone: the ROUTER has no such peer.
             trio.ClosedResourceError: the socket is closed.
         """
+        *others, last = frames
+        for frame in frames:
+            if not isinstance(frame, bytes):
+                raise TypeError(f"a frame must be bytes, not {frame!r:.100}")
         try:
-            self._raw.send_multipart(frames, _QUICK)
+            for frame in others:
+                self._send(frame, _QUICK_MORE)
+            self._send(last, _QUICK)
         except zmq.Again:
             raise trio.WouldBlock from None
         except zmq.ZMQError as error:
@@ -308,7 +323,10 @@ class ZSocket:
 
     def _is_readable(self) -> bool:
         """Ask, where most often there is nothing: an exception costs thrice as much."""
-        return bool(int(self._raw.get(_EVENTS)) & _READABLE)
+        try:
+            return bool(int(self._raw.get(_EVENTS)) & _READABLE)
+        except zmq.ZMQError as error:
+            raise self._translate(error) from error
 
     def _take(self) -> list[bytes] | None:
         """One message, if there is one. libzmq hands over whole messages only."""

@@ -66,6 +66,7 @@ def test_json_is_one_object_good_or_bad(
         "engines": 2,
         "models": ["smollm2-135m"],
         "policy": "kv_pressure",
+        "notes": [],
     }
     assert main(["check", "budget.toml", "--json"]) == 2
     out, err = capsys.readouterr()
@@ -100,3 +101,19 @@ def test_a_model_that_is_damaged_or_yours_is_not_wrong_in_the_file(tmp_path: Pat
     for model in (str(tmp_path), "my.module:Model"):
         file.write_text(f'[[engines]]\nmodel = "{model}"\nkv.memory = "1GiB"\n')
         assert main(["check", str(file)]) == 0
+
+
+def test_a_process_table_that_no_process_reads_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = '[[engines]]\nname = "{}"\nmodel = "echo"\n[engines.process]\nstart = "spawn"\n'
+    file = tmp_path / "dpkit.toml"
+    file.write_text(group.format("a") + group.format("b").replace('"b"', '"b"\nkind = "process"'))
+    note = (
+        f'{file}:4:1: engines.0.process: says nothing to engines of kind "local"; '
+        'kind = "process" gives them processes'
+    )
+    assert main(["check", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [f"note: {note}"]
+    assert main(["check", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == [note]

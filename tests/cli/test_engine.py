@@ -107,6 +107,14 @@ async def test_F03_sigterm_aborts_what_is_under_way_and_is_a_good_end(tmp_path, 
         assert await ended(process) == (0, "")
 
 
+async def test_an_engine_that_waits_for_its_owner_says_so(tmp_path, owner) -> None:
+    async with open_engine(tmp_path, owner, SLOW, "--local", "--set", "log.level=info") as process:
+        await owner.welcome()
+        process.send_signal(TERM)
+        _, said = await ended(process)
+    assert f"engine slow-0 says HELLO at {owner.handshake.endpoint}, and waits" in said
+
+
 @pytest.mark.parametrize(("signum", "code"), [(INT, 130), (TERM, 0)])
 async def test_F07_an_idle_engine_ends_without_a_word(tmp_path, owner, signum, code) -> None:
     async with open_engine(tmp_path, owner, SLOW) as process:

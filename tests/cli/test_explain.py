@@ -127,6 +127,8 @@ def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explai
             "at the first failure of an engine all are given up",
         ),
         ("engines.0.kind=local", "smol-0 and smol-1 are tasks in this process."),
+        ("engines.0.kind=local", "all is gone within 10s and the rest of one step."),
+        ("engines.0.kind=process", "all is gone within 10s."),
         ("engines.0.count=1", "smol-0 is a process of its own, forked from one that loads"),
         (
             "engines.0.process={ start = 'spawn', transport = 'tcp' }",

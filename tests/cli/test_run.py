@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dpkit.cli.main import main
+from dpkit.cli.run import starting
+from dpkit.config.load import parse_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -327,3 +329,20 @@ def test_a_reader_that_leaves_ends_the_run_in_silence(tmp_path) -> None:
         assert process.wait() == 1
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (["local"], "starting 1 engine …"),
+        (["process"], "starting 1 engine, a process of its own …"),
+        (["process", "process"], "starting 2 engines, each a process of its own …"),
+        (["process", "local", "local"], "starting 3 engines, 1 of them a process of its own …"),
+    ],
+)
+def test_a_person_is_told_which_engines_are_processes(kinds: list[str], said: str) -> None:
+    groups = [
+        f'[[engines]]\nname = "e{number}"\nmodel = "echo"\nkind = "{kind}"\n'
+        for number, kind in enumerate(kinds)
+    ]
+    assert starting(parse_config("".join(groups))) == said

@@ -52,7 +52,7 @@ def test_an_engine_that_fails_is_an_error_with_its_traceback_and_its_class(
 ) -> None:
     err = run(tmp_path, level)
     assert "ERROR dpkit.nursery.roster: engine e-" in err
-    assert "(log_models.FailsOnce) failed in its life 0: ZeroDivisionError: the GPU is on" in err
+    assert "(log_models:FailsOnce) failed in its life 0: ZeroDivisionError: the GPU is on" in err
     assert 'log_models.py", line 9, in execute' in err
     assert "INFO" not in err
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,7 @@ def test_the_second_signal_stops_at_once_and_marks_what_is_cut_off(tmp_path, sig
         assert process.returncode == code
         assert " [abort]\n" in out
         assert "all: 2 requests, " in out
+        assert re.search(r", \d+ tokens? in whole answers", out)
         assert err == ""
 
 

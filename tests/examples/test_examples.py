@@ -83,6 +83,14 @@ def test_a_cluster_lives_in_a_thread_of_its_own() -> None:
     assert [line.partition(": ")[2] for line in lines] == ["one", "two", "three"]
 
 
+def test_a_server_writes_each_token_as_it_comes() -> None:
+    *answers, books = run("serve_lines.py").splitlines()
+    found = [re.fullmatch(r"'(\w+ fish)' came in (\d+) pieces", line) for line in answers]
+    assert {each[1] for each in found if each} == {"one fish", "two fish", "red fish"}
+    assert all(int(each[2]) > 2 for each in found if each)
+    assert books == "3 answers, in flight 0"
+
+
 def test_a_crash_is_survived_by_every_request() -> None:
     first, *engines = run("survive_a_crash.py").splitlines()
     assert first == "4 of 4 answers are whole"

@@ -28,6 +28,7 @@ from tests.joined.lab import (
 )
 
 QUICK = 'join_timeout = "300ms", dead_after = "10s", abort_timeout = "300ms"'
+PATIENT = QUICK.replace('join_timeout = "300ms"', 'join_timeout = "1s"')
 LOCAL = '[[engines]]\nname = "l"\nmodel = "echo"\n'
 
 
@@ -94,12 +95,14 @@ async def test_N04_a_group_shrinks_after_its_last_engine_has_finished() -> None:
 
 async def test_a_new_config_may_add_a_group_that_joins_and_take_it_away() -> None:
     address = free_address()
-    plain, more = make_config(LOCAL), make_config(LOCAL, group(address, vllm=QUICK))
-    async with open_puppet(address) as puppet, open_cluster(plain) as cluster:
+    plain, more = make_config(LOCAL), make_config(LOCAL, group(address, vllm=PATIENT))
+    async with open_cluster(plain) as cluster:
         with pytest.raises(ScalingFailed, match="v-0 did not come up"):
             await cluster.apply(more)
         assert cluster.config == plain
-        async with open_living(puppet):
+        # Whoever says HELLO just now says it to a listener that is about to go.
+        await until(lambda: all(desk.closed.is_set() for desk in cluster._launchers._leaving))
+        async with open_puppet(address) as puppet, open_living(puppet):
             await cluster.apply(more)
             assert serves(cluster, "v-0", 1)
             await cluster.apply(plain)

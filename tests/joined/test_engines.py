@@ -60,10 +60,10 @@ async def open_engines(
 async def test_what_they_say_is_what_local_engines_say(tmp_path: Path) -> None:
     local = '[[engines]]\nname = "v"\nmodel = "echo"\nkv.num_blocks = 200\n'
     async with open_cluster(parse_config(local, overrides=["cluster.seed=1"])) as cluster:
-        expected = await answers(cluster.client, 24)
+        expected = await answers(cluster.client, 24, at_once=True)
     address, toml = free_address(), local
     async with open_engine(tmp_path, address, 0, toml), open_joined(group(address)) as cluster:
-        found = await answers(cluster.client, 24)
+        found = await answers(cluster.client, 24, at_once=True)
     for one, other in zip(expected, found, strict=True):
         if isinstance(one, tuple) and isinstance(other, tuple):  # a refusal, in words of its own
             assert one[0] is other[0]

@@ -512,7 +512,9 @@ async def test_what_vllm_would_choke_on_is_refused_before_it_is_sent(
 
 async def test_a_request_that_is_too_large_names_the_key() -> None:
     async with open_pair(QUICK + ', max_message = "1KiB"') as (cluster, puppet):
-        with pytest.raises(RequestRejected, match=r"of one message to v-0 \(engines.vllm.max_mess"):
+        with pytest.raises(
+            RequestRejected, match=r"most that an engine that joined reads \(engines\.vllm\.max_m"
+        ):
             await cluster.client.complete("?" * 800, engine="v-0")
         assert not puppet.requests
         assert serves(cluster, "v-0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import signal
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ import pytest
 import trio
 
 from dpkit.errors import LaunchFailed, ModelNotFound
-from dpkit.launch.lifeline import lifeline_fd
+from dpkit.launch.lifeline import lifeline_fd, watch_lifeline
+from dpkit.launch.linux import signal_when_parent_dies
 from dpkit.launch.notes import (
     LIMIT,
     Born,
@@ -121,7 +123,7 @@ async def test_what_a_worker_writes_is_logged_by_its_name(caplog: pytest.LogCapt
 async def test_lines_of_a_workers_own_logging_keep_their_level(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "dpkit")
     args = {"a": "INFO:app:hello", "b": "ERROR app: oh", "c": "DEBUGGING", "d": "INFORMATION"}
     async with (
         open_zygote(f"{HERE}:prepare", name="zygote") as zygote,
@@ -190,6 +192,24 @@ async def test_a_watched_lifeline_disturbs_no_worker(tmp_path: Path, until: Any)
             assert worker.status is None
 
 
+@pytest.mark.parametrize("leads", [True, False], ids=["leads a group", "in another's group"])
+async def test_without_a_head_a_worker_kills_its_own_group_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, *, leads: bool
+) -> None:
+    """Who survives that, as only a test can, learns that it is impossible."""
+    killed: list[tuple[str, int, int]] = []
+    own = os.getpid()
+    monkeypatch.setattr(os, "getpgrp", lambda: own if leads else os.getppid())
+    monkeypatch.setattr(os, "killpg", lambda group, signum: killed.append(("group", group, signum)))
+    monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append(("process", pid, signum)))
+    reader, writer = os.pipe()
+    os.close(writer)
+    with pytest.raises(AssertionError, match=r"^SIGKILL cannot be survived$"):
+        await watch_lifeline(reader)
+    os.close(reader)
+    assert killed == [("group", 0, signal.SIGKILL)] * leads + [("process", own, signal.SIGKILL)]
+
+
 @pytest.mark.parametrize("opener", [open_zygote, open_spawner])
 async def test_an_interpreter_that_is_not_there_is_a_failed_launch(
     opener: Any, monkeypatch: pytest.MonkeyPatch
@@ -239,6 +259,19 @@ async def test_running_out_of_descriptors_is_a_failed_launch_and_leaks_none() ->
             assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
         async with zygote.open_worker(f"{HERE}:report", name="worker") as worker:
             assert await worker.wait() == 0
+
+
+async def test_a_worker_for_which_there_are_no_descriptors_says_so() -> None:
+    message = r"^worker: there are no descriptors for it: .*Too many open files$"
+    async with open_spawner(f"{HERE}:prepare", name="spawner") as spawner:
+        with few_descriptors(0), pytest.raises(LaunchFailed, match=message):
+            async with spawner.open_worker(f"{HERE}:serve", name="worker"):
+                pass
+
+
+def test_what_the_kernel_refuses_is_told_with_the_call() -> None:
+    with pytest.raises(OSError, match=r"prctl\(1\): Invalid argument$"):
+        signal_when_parent_dies(1000, os.getppid())
 
 
 async def test_a_zygote_that_cannot_fork_says_so_and_serves_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import trio
 
 from dpkit.errors import ConfigError, DpkitError, LaunchFailed, ModelNotFound
-from dpkit.launch.zygote import Zygote, open_zygote
+from dpkit.launch.tether import Ends, Tether, open_tether
+from dpkit.launch.zygote import Zygote, _Life, open_zygote
 from dpkit.testing.processes import descendants, is_alive
 
 HERE = "launch_targets"
@@ -190,6 +192,7 @@ async def test_threads_that_preparing_left_are_told(caplog: pytest.LogCaptureFix
     async with open_zygote(f"{HERE}:leave_a_thread", name="zygote") as zygote:
         await lines_of(zygote, "report")
     assert "preparing left 1 thread(s) behind" in caplog.text
+    assert 'open_spawner, or for engines process.start = "spawn"' in caplog.text
 
 
 async def test_when_memory_runs_out_the_kernel_takes_a_worker_first() -> None:
@@ -227,6 +230,26 @@ async def test_a_closed_zygote_opens_no_workers() -> None:
         await lines_of(zygote, "report")
 
 
+@pytest.mark.parametrize(
+    ("asks", "message"),
+    [(False, "^the zygote has ended$"), (True, "^the zygote has ended: .*Broken pipe$")],
+    ids=["before", "at that moment"],
+)
+async def test_who_asks_a_zygote_that_has_ended_is_told_so(asks: bool, message: str) -> None:
+    life = _Life()
+
+    async def launch(_: Tether, ends: Ends) -> None:
+        await life.fork(b"a worker, please", ends)
+
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    its.close()
+    with ours:
+        life._requests = ours if asks else None
+        with pytest.raises(LaunchFailed, match=message):
+            async with open_tether("worker", launch, grace=0):
+                pass
+
+
 async def test_repr_tells_the_state() -> None:
     async with open_zygote(f"{HERE}:prepare", name="zy") as zygote:
         assert repr(zygote) == f"<Zygote zy pid {zygote.pid}>"
@@ -236,3 +259,18 @@ async def test_repr_tells_the_state() -> None:
             worker.kill()
             assert str(await worker.wait()) == "was killed by SIGKILL"
     assert repr(worker) == f"<Worker w pid {worker.pid}: was killed by SIGKILL>"
+
+
+@pytest.mark.parametrize("inner", ["open_zygote", "open_spawner"])
+async def test_a_program_that_its_own_zygote_imports_does_not_start_processes_without_end(
+    inner: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = {"UNGUARDED": "1", **({"SPAWN": "1"} if inner == "open_spawner" else {})}
+    with pytest.raises(
+        LaunchFailed,
+        match=rf"RuntimeError: {inner} was called while unguarded is being imported: .*"
+        r'`trio.run\(main\)`, under `if __name__ == "__main__":`',
+    ):
+        async with open_zygote("unguarded:prepare", name="zygote", env=env):
+            pass
+    assert [record.message for record in caplog.records].count("runs") == 1

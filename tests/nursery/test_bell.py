@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import signal
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,9 +38,13 @@ def test_both_forms_pass_the_rehearsal(make: Callable[[], AnyBell]) -> None:
 class Broken(QuickBell):
     """As if a new Trio had its traps spring once only."""
 
-    def ring(self) -> None:
-        super().ring()
-        self._trap = object()
+    __slots__ = ("_sprung",)
+
+    def lie_down(self) -> object:
+        if hasattr(self, "_sprung"):
+            return object()
+        self._sprung = True
+        return super().lie_down()
 
 
 class Deaf(QuickBell):
@@ -55,14 +61,33 @@ class Raising(QuickBell):
         raise RuntimeError("no")
 
 
-@pytest.mark.parametrize("make", [Broken, Deaf, Raising])
+class Stubborn(PlainBell):
+    """As if a cancellation were taken for a ring."""
+
+    async def wait(self) -> None:
+        with suppress(trio.Cancelled):
+            await super().wait()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Broken, "hung|Error"),
+        (Deaf, "TooSlowError"),
+        (Raising, "no"),
+        (Stubborn, "a cancellation did not wake the sleeper"),
+    ],
+)
 def test_a_form_that_does_not_work_is_found_out_and_said(
-    make: type[QuickBell], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], AnyBell],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bell, "PATIENCE_S", 0.2)
     with caplog.at_level(logging.WARNING):
         assert not works(make)
-    assert "wakes readers at full price" in caplog.text
+    assert re.search(f"wakes readers at full price: .*({words})", caplog.text)
 
 
 @both
@@ -84,19 +109,32 @@ async def test_a_wait_is_one_checkpoint_and_ends_with_a_ring(make: Callable[[], 
             rung.ring()
             rung.ring()  # nobody hears it
     rung.ring()
-    rung.retire()
 
 
 @both
-async def test_a_retired_bell_may_be_used_again(make: Callable[[], AnyBell]) -> None:
-    rung = make()
+async def test_a_bell_wakes_nobody_who_sleeps_elsewhere_by_now(make: Callable[[], AnyBell]) -> None:
+    left, right, woken = make(), make(), []
+
+    async def sleep() -> None:
+        with trio.move_on_after(0):
+            await left.wait()
+        await right.wait()
+        woken.append("right")
+        await trio.sleep_forever()
+
     async with trio.open_nursery() as nursery:
-        for _ in range(3):
-            nursery.start_soon(_sleep, rung)
-            await trio.testing.wait_all_tasks_blocked()
-            rung.retire()
-            rung.ring()
-            await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(sleep)
+        await trio.testing.wait_all_tasks_blocked()
+        left.ring()
+        await trio.testing.wait_all_tasks_blocked()
+        assert not woken
+        right.ring()
+        await trio.testing.wait_all_tasks_blocked()
+        assert woken
+        left.ring()
+        right.ring()
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
 
 
 @both

@@ -310,6 +310,20 @@ async def test_a_request_that_was_aborted_during_the_last_step_is_told_nothing(
     assert [output.request_id for _, output in bench.outputs if output.error] == ["stays"]
 
 
+async def test_a_loop_that_is_stopped_tells_its_requests_so(autojump_clock: object) -> None:
+    bench = _bench()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bench.loop.run)
+        await bench.loop.ready.wait()
+        bench.submit("a")
+        await trio.sleep(0.5)
+        nursery.cancel_scope.cancel()
+    assert isinstance(bench.loop.cause, EngineLost)
+    assert str(bench.loop.cause) == f"engine {ENGINE} was stopped"
+    assert "while it held request a: " in str(bench.outputs[-1][1].error)
+    assert str(bench.outputs[-1][1].error).endswith(f"engine {ENGINE} was stopped")
+
+
 async def test_an_engine_that_loses_blocks_stops_loudly(autojump_clock: object) -> None:
     bench = _bench()
     bench.loop.core._scheduler.pool._refs[24] = 1

@@ -284,11 +284,11 @@ async def test_a_mailbox_merges_logprobs_with_their_tokens() -> None:
                 prompt_logprobs=_certain(prompt),
             )
         )
-    output = await mailbox.take()
+    output = await mailbox.take(lambda whole: whole)
     assert output.token_ids == tuple(b"abc")
     assert (output.logprobs, output.prompt_logprobs) == (_certain("abc"), _certain("xyz"))
     mailbox.put_nowait(EngineOutput(request_id="r", token_ids=(7,)))
-    assert (await mailbox.take()).logprobs == ()
+    assert (await mailbox.take(lambda whole: whole)).logprobs == ()
 
 
 # --- options

@@ -239,10 +239,13 @@ async def test_a_tokenizer_that_fails_ends_its_own_request(
         if stop:  # on arrival: it is told as what ended the request
             assert bad.last is not None
             assert isinstance(bad.last.error, ValueError)
-            assert statistics.causes == {Cause.REFUSED: 1, Cause.STOP: 1}
-        else:  # in the sink, by which it failed
+        else:  # when its text was asked for
             assert bad.last is None
-            assert statistics.causes == {Cause.CLIENT: 1, Cause.STOP: 1}
+            assert bad.submission.finish_reason is FinishReason.ERROR
+            with pytest.raises(ValueError, match="no x, please"):
+                bad.submission.take_text()
+        assert statistics.causes == {Cause.REFUSED: 1, Cause.STOP: 1}
+        assert statistics.sinks_failed == 0
         check_idle(cluster)
 
 
@@ -353,10 +356,20 @@ class AsyncCall:
         """Is never run."""
 
 
-@pytest.mark.parametrize("sink", [None, "x", _wait_for, AsyncCall()], ids=repr)
-async def test_what_is_no_plain_callable_is_no_sink(autojump_clock: object, sink: Any) -> None:
+@pytest.mark.parametrize(
+    ("sink", "message"),
+    [
+        (None, "sink must be a callable that takes an EngineOutput, not None"),
+        ("x", "sink must be a callable that takes an EngineOutput, not 'x'"),
+        (_wait_for, "sink must be a plain function, and .* is async: .*`generate`"),
+        (AsyncCall(), "sink must be a plain function, and .* is async: .*`generate`"),
+    ],
+)
+async def test_what_is_no_plain_callable_is_no_sink(
+    autojump_clock: object, sink: Any, message: str
+) -> None:
     async with Lab([Timed()]).open() as cluster:
-        with pytest.raises(TypeError, match="sink must be a"):
+        with pytest.raises(TypeError, match=message):
             cluster.client.submit("hello", sink=sink)
         assert cluster.client.statistics().started == 0
 

@@ -88,7 +88,7 @@ PLANTS = {
         "P3",
         "a request that waits to be placed anew and is left then is released twice",
         "dpkit/nursery/flights.py",
-        "            placement, flight.placement = flight.placement, None\n",
+        "            placement, flight.placement, flight.engine = flight.placement, None, None\n",
         "            placement = flight.placement\n",
         f"{ENDS}::test_who_leaves_while_waiting_for_a_second_place_is_released_once",
     ),
@@ -146,8 +146,8 @@ PLANTS = {
         "P2",
         "late outputs of an engine's former life are delivered as the present one's",
         "dpkit/nursery/flights.py",
-        "flight.placement.engine != engine:\n",
-        "flight.placement.engine.name != engine.name:\n",
+        "        if flight is None or flight.engine != engine:\n",
+        "        if flight is None or not flight.engine or flight.engine.name != engine.name:\n",
         f"{FAULTS}::test_row_5_frames_of_an_old_life_are_counted_and_dropped",
     ),
     "resumption_repeats_a_token": Plant(
@@ -169,9 +169,9 @@ PLANTS = {
     "queue_timeout_forgotten": Plant(
         "P4",
         "whoever waits for a place may wait for ever",
-        "dpkit/nursery/flights.py",
-        "        elif flight.placement is None and now >= flight.times_out_at:\n",
-        "        elif False:\n",
+        "dpkit/nursery/flight.py",
+        "    if flight.placement is None and now >= flight.times_out_at:\n",
+        "    if False:\n",
         f"{ENDS}::test_a_queue_timeout_is_told_apart_from_a_deadline",
     ),
     "no_deadline_once_placed": Plant(
@@ -194,8 +194,8 @@ PLANTS = {
         "P5",
         "a sink that raises takes the engine with it that served it",
         "dpkit/nursery/submission.py",
-        "        except BaseException as error:",
-        "        except ZeroDivisionError as error:",
+        "            self._sink(output)\n        except BaseException as error:",
+        "            self._sink(output)\n        except ZeroDivisionError as error:",
         f"{SUBMISSIONS}::test_a_sink_that_raises_at_any_call_ends_its_own_request_alone",
     ),
     "sink_called_after_close": Plant(
@@ -211,8 +211,8 @@ PLANTS = {
         "who hears that its request has ended still finds it charged",
         "dpkit/nursery/flights.py",
         "            self._conclude(flight, seen.finish_reason, cause_of(output, seen))\n"
-        "        flight.receiver.deliver(seen)\n",
-        "            flight.receiver.deliver(seen)\n"
+        "        flight.receiver.finish(seen)\n",
+        "            flight.receiver.finish(seen)\n"
         "            self._conclude(flight, seen.finish_reason, cause_of(output, seen))\n",
         f"{SUBMISSIONS}::test_the_last_call_finds_the_place_of_its_request_free",
     ),

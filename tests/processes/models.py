@@ -1,6 +1,7 @@
 """Models for engines in processes, that do as their prompts say: each child imports them anew.
 
-What is to go wrong is the beginning of a prompt, up to a colon: ``raise:hello``. All else is echo.
+What is to go wrong is the beginning of a prompt, up to a colon: ``raise:hello`` breaks at its third
+token, ``RAISE:hello`` at its first. All else is echo.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ ORDERS = {
 def _obey(batch: Batch) -> None:
     for row in batch.rows:
         order, colon, _ = bytes(row.prompt_token_ids[:8]).partition(b":")
-        if colon and row.output_index == 2:
-            ORDERS[order.decode()]()
+        if colon and row.output_index == (0 if order.isupper() else 2):
+            ORDERS[order.decode().lower()]()
 
 
 class Obedient(EchoModel):
-    """Each step takes 5 ms in the engine's thread; the third token of some is their order."""
+    """Each step takes 5 ms in the engine's thread; some prompts are orders."""
 
     inline: ClassVar[bool] = False
 
@@ -113,12 +114,12 @@ class HangsAndSays(EchoModel):
 
 
 class HangsInAllocate(EchoModel):
-    """In its first life only."""
+    """If its cache has seven blocks, and in its first life only."""
 
     inline: ClassVar[bool] = False
 
     def allocate(self, *, num_blocks: int, block_size: int) -> Any:
-        if first_time("allocate"):
+        if num_blocks == 7 and first_time("allocate"):
             while True:
                 pass
         return super().allocate(num_blocks=num_blocks, block_size=block_size)

@@ -4,6 +4,7 @@ Real processes know no virtual clock, so moments are drawn from a seed, from the
 first process to the last answer.
 """
 
+# ruff: noqa: N802 - the reports' numbers are capitals
 from __future__ import annotations
 
 import math
@@ -79,7 +80,7 @@ async def fails_at(moment: float, start: str) -> None:
         assert not descendants(os.getpid())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 async def test_a_cancellation_at_any_moment_leaves_nothing(seed: int) -> None:
     rng = random.Random(seed)
     assert await is_cancelled_at(rng.uniform(0, LAST_S), "fork")
@@ -99,7 +100,7 @@ async def test_a_hundred_moments(start: str) -> None:
         await fails_at(rng.uniform(0, 0.1), start)
 
 
-async def test_a_request_that_is_cancelled_at_any_moment_costs_its_engine_nothing() -> None:
+async def test_E09_a_request_cancelled_at_any_moment_costs_its_engine_nothing() -> None:
     rng = random.Random(5)
     async with open_processes(group(model="Paced", count=2)) as cluster:
         pids = descendants(os.getpid())

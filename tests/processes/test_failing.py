@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from dpkit.errors import ClusterNotStarted, EngineLost, LaunchFailed, ModelUnsupported
+from dpkit.errors import (
+    ClusterNotStarted,
+    EngineLost,
+    LaunchFailed,
+    ModelNotFound,
+    ModelUnsupported,
+)
 from dpkit.launch.zygote import Zygote
 from dpkit.names import EngineState
 from dpkit.nursery.cluster import open_cluster
@@ -21,6 +27,7 @@ from tests.processes.lab import (
     kill,
     make_config,
     open_processes,
+    pid_of,
     told,
     until,
     wait_back,
@@ -35,36 +42,55 @@ NO_RESTART = SUPERVISION.replace("intensity = 1000", "intensity = 0")
 ALL_OF_FOUR = "cluster = { min_ready = 4 }"
 
 
-@pytest.mark.parametrize(
-    ("order", "how", "end"),
-    [
-        ("raise", "RuntimeError: this model broke", "exited with status 1"),
-        ("exit", "exited with status 3", "exited with status 3"),
-        ("segv", "was killed by SIGSEGV", "was killed by SIGSEGV"),
-        ("abort", "was killed by SIGABRT", "was killed by SIGABRT"),
-    ],
-)
+FAILURES = {
+    "raise": ("RuntimeError: this model broke", "exited with status 1"),
+    "exit": ("exited with status 3", "exited with status 3"),
+    "segv": ("was killed by SIGSEGV", "was killed by SIGSEGV"),
+    "abort": ("was killed by SIGABRT", "was killed by SIGABRT"),
+}
+"""By what the model is told to do: what its request hears, and what the log says in the end."""
+
+
 async def test_E07_a_model_that_fails_costs_its_engine_only_and_says_how_it_ended(
-    order: str, how: str, end: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with open_processes(group(model="Obedient", count=2)) as cluster:
-        async with trio.open_nursery() as nursery:
+        for life, (order, (how, end)) in enumerate(FAILURES.items()):
+            caplog.clear()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_echo, cluster.client, "what the other engine has", "e-1")
+                stream = cluster.client.generate(f"{order}:abcdefgh", engine="e-0")
+                with pytest.raises(EngineLost, match=how):
+                    async with stream:
+                        await stream.read_all()
+            assert order[:2].startswith(stream.text), "what was last may die on its way"
+            await wait_back(cluster, "e-0", life + 1)
+            await _echo(cluster.client, "hello", "e-0")
+            lost = told(cluster, EventKind.ENGINE_LOST)
+            ready = told(cluster, EventKind.ENGINE_READY, of="e-0")[-1].detail
+            assert ready.startswith(f"restart {life + 1}, process {pid_of(cluster, 'e-0')}, ")
+            assert how in lost[life].detail
+            assert order != "segv" or 'models.py", line ' in lost[life].detail, "in whose call"
+            assert end in caplog.text
 
-            async def undisturbed() -> None:
-                text = "what the other engine has"
-                assert (await cluster.client.complete(text, engine="e-1")).text == text
 
-            nursery.start_soon(undisturbed)
-            stream = cluster.client.generate(f"{order}:abcdefgh", engine="e-0")
-            with pytest.raises(EngineLost, match=how):
-                async with stream:
-                    await stream.read_all()
-        assert stream.text == order[:2]
-        await wait_back(cluster, "e-0", 1)
-        assert (await cluster.client.complete("hello", engine="e-0")).text == "hello"
-        [lost] = told(cluster, EventKind.ENGINE_LOST)
-        assert how in lost.detail
-    assert end in caplog.text
+@pytest.mark.parametrize("kind", ["local", "process"])
+async def test_a_lost_engine_says_the_same_of_each_request_wherever_it_lives(kind: str) -> None:
+    said: list[str] = []
+    config = make_config(group(model="Obedient").replace('"process"', f'"{kind}"'))
+    async with open_cluster(config) as cluster, trio.open_nursery() as nursery:
+
+        async def ask(prompt: str) -> None:
+            with pytest.raises(EngineLost) as caught:
+                await cluster.client.complete(prompt)
+            said.append(str(caught.value))
+
+        for prompt in ("waits without end" * 100, "raise:abcdefgh"):
+            nursery.start_soon(ask, prompt)
+    assert sorted(said) == [
+        f"engine e-0 was lost while it held request dpkit-0-{n}: RuntimeError: this model broke"
+        for n in (1, 2)
+    ]
 
 
 async def test_E04_G02_of_an_engine_that_never_comes_up_the_first_error_is_shown() -> None:
@@ -72,14 +98,15 @@ async def test_E04_G02_of_an_engine_that_never_comes_up_the_first_error_is_shown
         group(model="BreaksInAllocate", supervision='intensity = 2, backoff = "1ms"')
     )
     with pytest.raises(
-        ClusterNotStarted, match=r"exited with status 1; its last words: .*no memory, life 0"
+        ClusterNotStarted,
+        match=r"exited with status 1; its last words: .*no memory, life 0 / in engine e-0, all",
     ):
         async with open_cluster(config):
             pytest.fail("an engine that cannot allocate is not ready")
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
-async def test_G06_G07_whoever_is_killed_before_it_is_ready_is_missed_at_once(
+async def test_F09_G06_G07_whoever_is_killed_before_it_is_ready_is_missed_at_once(
     victim: int, flags: Path
 ) -> None:
     """The first, one in the middle, the last: their pipes must not be held by one another."""
@@ -172,8 +199,8 @@ async def test_F03_an_engine_that_somebody_else_ends_does_not_finish_its_request
         }
 
 
-async def _echo(client: Client, prompt: str) -> None:
-    completion = await client.complete(prompt, resume=True)
+async def _echo(client: Client, prompt: str, engine: str | None = None) -> None:
+    completion = await client.complete(prompt, engine=engine, resume=True)
     assert completion.text == prompt
 
 
@@ -186,3 +213,44 @@ async def test_a_zygote_that_is_killed_takes_its_engines_along_and_all_come_back
         for name in ("e-0", "e-1"):
             await wait_back(cluster, name, 1)
         assert (await cluster.client.complete("hello")).text == "hello"
+
+
+@pytest.mark.parametrize("kind", ["local", "process"])
+async def test_a_program_that_is_imported_for_its_model_does_not_open_clusters_without_end(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bare_program.py").write_text(BARE_PROGRAM.replace("KIND", kind))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = make_config(f'engines = [{{ model = "bare_program:Mine", kind = "{kind}" }}]')
+    with pytest.raises(
+        ModelUnsupported,
+        match=r"'bare_program:Mine': RuntimeError: open_cluster was called while bare_program is "
+        r'being imported: .* under `if __name__ == "__main__":`',
+    ):
+        async with open_cluster(config):
+            pytest.fail("the program would run in itself")
+
+
+async def test_a_class_of_the_program_itself_is_refused_before_anything_is_launched() -> None:
+    config = make_config(group(model="__main__:Mine"))
+    with pytest.raises(ModelNotFound, match=r"a class in __main__ cannot be found .* move it to a"):
+        async with open_cluster(config):
+            pytest.fail("no process could find it")
+
+
+BARE_PROGRAM = """
+import trio
+from dpkit import open_cluster
+from dpkit.config.load import parse_config
+from dpkit.engine.models.echo import EchoModel
+
+class Mine(EchoModel):
+    inline = False
+
+async def main():
+    config = '[[engines]]\\nmodel = "bare_program:Mine"\\nkind = "KIND"'
+    async with open_cluster(parse_config(config)):
+        pass
+
+trio.run(main)
+"""

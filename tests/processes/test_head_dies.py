@@ -7,10 +7,12 @@ is overlooked that was started in the meantime or has another parent by now.
 # ruff: noqa: N802 - the reports' numbers are capitals
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 from attrs import frozen
 
 from dpkit.testing.processes import is_alive
-from tests.processes.lab import group
+from tests.processes.lab import MODELS, group
 from tests.processes.models import FLAGS
 
 if TYPE_CHECKING:
@@ -94,7 +96,9 @@ def _command(pid: int) -> str:
 
 
 @contextmanager
-def running(tmp_path: Path, flags: Path, model: str, process: str) -> Iterator[Program]:
+def running(
+    tmp_path: Path, flags: Path, model: str, process: str, terminal: int = subprocess.DEVNULL
+) -> Iterator[Program]:
     """Start it, with a folder for temporary files of its own; killed at the end, come what may."""
     config, output, folder = tmp_path / "dpkit.toml", tmp_path / "output", tmp_path / "run"
     folder.mkdir()
@@ -112,16 +116,23 @@ def running(tmp_path: Path, flags: Path, model: str, process: str) -> Iterator[P
         output.open("wb") as sink,
         subprocess.Popen(
             [sys.executable, "-m", "dpkit", "run", str(config), *endless * 6],
-            stdin=subprocess.DEVNULL,
+            stdin=terminal,
             stdout=sink,
             stderr=sink,
             env={**os.environ, **environment},
+            start_new_session=True,  # or else it could have no terminal of its own
+            preexec_fn=None if terminal < 0 else _take_terminal,  # noqa: PLW1509 - one thread here
         ) as process_,
     ):
         try:
             yield Program(process_, tmp_path.name, output, folder)
         finally:
             process_.kill()
+
+
+def _take_terminal() -> None:
+    """Make standard input the terminal whose Ctrl-C is for this session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +159,42 @@ def test_F01_at_whatever_moment(tmp_path: Path, flags: Path, delay_ms: int, proc
         program.check_nothing_left(early=True)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_G08_two_signals_end_it_whatever_it_is_at(tmp_path: Path, flags: Path, phase: str) -> None:
-    model, said = PHASES[phase]
+def test_who_stops_a_start_is_told_that_nothing_was_answered(tmp_path: Path, flags: Path) -> None:
+    model, said = PHASES["loads"]
     with running(tmp_path, flags, model, "") as program:
         program.wait_for(said)
         program.process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
-        program.process.send_signal(signal.SIGINT)
-        assert program.process.wait(LIMIT_S) in {130, -signal.SIGINT}, program.output.read_text()
-        program.check_nothing_left(early=phase == "imports")
-        assert "Traceback" not in program.output.read_text()
+        assert program.process.wait(LIMIT_S) == 128 + signal.SIGINT
+        last = program.output.read_text().splitlines()[-1]
+        assert last == f"stopped while loading {MODELS}:{model}; nothing was answered"
+        program.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "loads",
+        "serves",
+        pytest.param("imports", marks=pytest.mark.slow),
+        pytest.param("starts", marks=pytest.mark.slow),
+    ],
+)
+def test_G08_ctrl_c_twice_ends_it_whatever_it_is_at(
+    tmp_path: Path, flags: Path, phase: str
+) -> None:
+    """In a terminal, which signals all that are in its foreground: engines must not hear of it."""
+    model, said = PHASES[phase]
+    keyboard, terminal = os.openpty()
+    try:
+        with running(tmp_path, flags, model, "", terminal) as program:
+            program.wait_for(said)
+            os.write(keyboard, b"\x03")
+            time.sleep(0.1)
+            os.write(keyboard, b"\x03")
+            code = program.process.wait(LIMIT_S)
+            assert code in {130, -signal.SIGINT}, program.output.read_text()
+            program.check_nothing_left(early=phase == "imports")
+            assert "Traceback" not in program.output.read_text()
+    finally:
+        os.close(keyboard)
+        os.close(terminal)

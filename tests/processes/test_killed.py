@@ -62,6 +62,7 @@ class Round:
                     self.elsewhere.update(cluster._flights[0].placed_on(slot.engine))
             pid = kill(cluster, victim)
             nursery.start_soon(self._ask, cluster, REQUESTS)
+            nursery.start_soon(self._audit, cluster, nursery)
         await wait_back(cluster, victim, epoch + 1)
         assert not is_alive(pid)
 
@@ -74,6 +75,12 @@ class Round:
                 cluster.client, self.prompts[name], request_id=name, resume=number % 2 == 1
             )
         )
+
+    async def _audit(self, cluster: Cluster, others: trio.Nursery) -> None:
+        """See the books agree, at every moment."""
+        while len(others.child_tasks) > 1:
+            assert cluster.audit() == ()
+            await trio.sleep(0.002)
 
     def check(self, cluster: Cluster) -> None:
         """Each request has what it is to have."""
@@ -106,7 +113,8 @@ def belongings() -> Counter[str]:
 async def kill_again_and_again(times: int, seed: int) -> Counter[str]:
     """Kill one of three engines under load, so many times; returns how requests ended."""
     rng, history = random.Random(seed), History()
-    async with open_processes(group(model="Paced", count=3)) as cluster:
+    storm = "admission.retry_budget = 1"  # for losses every few moments, more than a share
+    async with open_processes(group(model="Paced", count=3), settings=storm) as cluster:
         await until(lambda: all(is_ready(cluster, f"e-{n}") for n in range(3)))
         before = belongings()
         for number in range(times):
@@ -129,7 +137,7 @@ async def test_E01_one_of_three_is_killed_at_any_moment_and_nobody_else_notices(
 
 
 @pytest.mark.slow
-async def test_E01_two_hundred_times() -> None:
+async def test_E01_J13_two_hundred_times() -> None:
     ends = await kill_again_and_again(200, seed=2)
     assert ends.keys() == {"stop", "EngineLost"}
 
@@ -137,7 +145,9 @@ async def test_E01_two_hundred_times() -> None:
 async def test_what_a_killed_engine_had_delivered_stays_readable() -> None:
     async with open_processes(group(model="Paced", count=2)) as cluster:
         stream = cluster.client.generate("abcdefghijkl", engine="e-0")
-        with pytest.raises(EngineLost, match=r"e-0 is lost: .* was killed by SIGKILL") as caught:
+        with pytest.raises(
+            EngineLost, match=r"held request \S+: its process \d+ was killed by SIGKILL"
+        ) as caught:
             async with stream:
                 while len(stream.text) < 3:
                     await stream.__anext__()
@@ -160,7 +170,7 @@ async def test_a_seeded_text_that_is_resumed_is_the_text_of_an_undisturbed_run()
         await wait_back(cluster, "e-0", 1)
 
 
-async def test_a_request_sent_to_a_process_that_has_just_died_goes_elsewhere() -> None:
+async def test_J11_a_request_sent_to_a_process_that_has_just_died_goes_elsewhere() -> None:
     async with open_processes(group(model="Paced", count=2)) as cluster:
         kill(cluster, "e-0")
         async with trio.open_nursery() as nursery:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
 from dpkit.errors import ClusterNotStarted, EngineLost, LaunchFailed
-from dpkit.names import Cause
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
 from dpkit.testing.processes import is_alive
@@ -23,7 +23,6 @@ from tests.processes.lab import (
     pid_of,
     slot_of,
     told,
-    until,
     wait_back,
 )
 
@@ -35,6 +34,8 @@ LOOK_TWICE_S = 0.4
 """`step_timeout` if that is less than a second."""
 BUSY_S = 0.5
 """What a machine that has other things to do may take longer, for a promise of a second."""
+
+A_STEP, SILENCE = "a step has taken", "it has said nothing for"
 
 QUICK = SUPERVISION.replace('"10s"', f'"{STEP_TIMEOUT_S}s"')
 
@@ -51,12 +52,15 @@ async def is_replaced(cluster: Cluster, name: str, since: float, pid: int) -> No
     assert str(ready.engine) == f"{name}#1"
 
 
-async def test_a_stopped_process_is_ejected_at_its_step_timeout_killed_and_replaced() -> None:
+async def test_J12_a_stopped_process_is_ejected_at_its_step_timeout_and_replaced() -> None:
     async with open_processes(group(model="Paced", count=2, supervision=QUICK)) as cluster:
         async with trio.open_nursery() as nursery:
             stream = cluster.client.generate("abcdefghijklmnop", engine="e-0")
-            nursery.start_soon(cluster.client.complete, "on the other one")
-            with pytest.raises(EngineLost, match=r"is stuck: .* 0\.4 s \(supervision.step_timeout"):
+            nursery.start_soon(partial(cluster.client.complete, "that one serves", engine="e-1"))
+            with pytest.raises(
+                EngineLost,
+                match=rf"is stuck: {SILENCE} more than 0\.4 s \(supervision.step_timeout",
+            ):
                 async with stream:
                     await stream.__anext__()
                     since, pid = trio.current_time(), kill(cluster, "e-0", signal.SIGSTOP)
@@ -83,14 +87,21 @@ async def test_a_process_that_goes_on_in_time_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "order"),
-    [("Obedient", "hang"), ("Obedient", "gil"), ("Obedient", "spin"), ("Inline", "hang")],
+    ("model", "order", "delay"),
+    [
+        ("Obedient", "hang", A_STEP),
+        ("Obedient", "gil", SILENCE),
+        ("Inline", "hang", SILENCE),
+        pytest.param("Obedient", "spin", A_STEP, marks=pytest.mark.slow),
+    ],
 )
-async def test_E03_a_step_that_never_ends_costs_its_engine_only(model: str, order: str) -> None:
+async def test_E03_a_step_that_never_ends_costs_its_engine_only(
+    model: str, order: str, delay: str
+) -> None:
     async with open_processes(group(model=model, count=2, supervision=QUICK)) as cluster:
         pid = pid_of(cluster, "e-0")
         stream = cluster.client.generate(f"{order}: abcdefgh", engine="e-0")
-        with pytest.raises(EngineLost, match="e-0 is stuck: a step has taken more than"):
+        with pytest.raises(EngineLost, match=f"e-0 is stuck: {delay} more than"):
             async with stream:
                 while len(stream.token_ids) < 2:
                     await stream.__anext__()
@@ -109,12 +120,14 @@ async def test_a_step_that_takes_long_but_ends_is_left_alone() -> None:
 
 async def test_allocating_for_ever_ends_at_the_start_timeout_and_is_tried_again() -> None:
     async with open_processes(
-        group(model="HangsInAllocate", process='start_timeout = "600ms"')
+        group("good", model="HangsInAllocate"),  # with time to load, on a busy machine
+        group(model="HangsInAllocate", process='start_timeout = "600ms"', more="kv.num_blocks = 7"),
     ) as cluster:
-        [lost] = told(cluster, EventKind.ENGINE_LOST)
+        [lost, *_] = told(cluster, EventKind.ENGINE_LOST, of="e-0")
         assert "was not ready within 0.6 s (engines.process.start_timeout)" in lost.detail
-        assert slot_of(cluster, "e-0").restarts == 1
-        assert (await cluster.client.complete("hello")).text == "hello"
+        assert slot_of(cluster, "e-0").restarts >= 1
+        completion = await cluster.client.complete("hello", engine="e-0", max_tokens=9)
+        assert completion.text == "hello"
 
 
 async def test_G05_a_start_that_never_ends_fails_and_names_the_key_and_the_last_words() -> None:
@@ -134,13 +147,3 @@ async def test_G05_a_start_that_never_ends_fails_and_names_the_key_and_the_last_
         async with open_cluster(config):
             pytest.fail("an engine that is not ready cannot serve")
     assert isinstance(e.value.__cause__, LaunchFailed)
-
-
-async def test_E13_a_spike_of_two_thousand_requests_is_no_reason_to_kill() -> None:
-    config = group(count=2, supervision=QUICK)
-    async with open_processes(config, settings="admission.max_queued = 4096") as cluster:
-        async with trio.open_nursery() as nursery:
-            for number in range(2000):
-                nursery.start_soon(cluster.client.complete, f"{number:04}" * 4)
-        await until(lambda: cluster.client.statistics().causes[Cause.STOP] == 2000)
-        assert not told(cluster, EventKind.ENGINE_LOST, EventKind.ENGINE_STUCK)

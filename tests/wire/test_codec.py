@@ -187,6 +187,11 @@ def test_a_request_that_no_message_holds_is_refused_alone(fields: dict[str, Any]
         codec.encode_input(Add(request(**fields)))
 
 
+def test_what_does_not_travel_is_named() -> None:
+    with pytest.raises(RequestRejected, match=r"cannot send request: .*\bobject does not travel$"):
+        codec.encode_input(Add(request(kv_hints={"where": object()})))
+
+
 # -- Lenient on what is read -----------------------------------------------------------------------
 
 
@@ -297,6 +302,13 @@ def test_an_unreadable_output_is_told_with_its_place(fields: Any, said: str) -> 
     assert said in message
     assert "bytes in 1 frame;" in message
     assert "the layout of vLLM 0.33.0" in message
+
+
+def test_all_frames_of_an_unreadable_output_are_counted() -> None:
+    with pytest.raises(
+        WireError, match=r"^cannot read an output: .*bytes in 3 frames; expected is"
+    ):
+        read_envelope([0, [["r-0", [-1]]]], b"abcd", b"efgh")
 
 
 def test_a_message_beyond_the_limit_is_not_even_read() -> None:

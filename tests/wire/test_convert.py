@@ -378,21 +378,25 @@ EMPTY = Tensor("<i4", (2**40, 0), b"")
 
 
 @pytest.mark.parametrize(
-    "arrays",
+    ("arrays", "message"),
     [
-        LogprobArrays(VALUES, VALUES, RANKS),
-        LogprobArrays(IDS, VALUES, IDS),
-        LogprobArrays(IDS, RANKS, RANKS),
-        LogprobArrays(RANKS, RANKS, RANKS),
-        LogprobArrays(EMPTY, EMPTY, RANKS),
-        LogprobArrays(IDS, Tensor("<f4", (1, 2), b"short"), RANKS),
-        LogprobArrays(pack("<i4", (1, 2), [4, -5]), VALUES, RANKS),
-        LogprobArrays(Tensor("bfloat16", (1, 2), b"abcd"), VALUES, RANKS),
-        None,
+        (LogprobArrays(VALUES, VALUES, RANKS), "token ids and ranks are whole numbers, not <f4"),
+        (LogprobArrays(IDS, VALUES, VALUES), "logprobs of different shapes: LogprobArrays"),
+        (LogprobArrays(IDS, VALUES, IDS), "logprobs of different shapes: LogprobArrays"),
+        (LogprobArrays(IDS, RANKS, RANKS), "logprobs of different shapes: LogprobArrays"),
+        (LogprobArrays(RANKS, RANKS, RANKS), r"logprobs have a row a token, not shape \(1,\)"),
+        (LogprobArrays(EMPTY, EMPTY, RANKS), "logprobs have a row a token, not shape"),
+        (
+            LogprobArrays(IDS, Tensor("<f4", (1, 2), b"short"), RANKS),
+            "cannot read logprobs: .*5 came",
+        ),
+        (LogprobArrays(pack("<i4", (1, 2), [4, -5]), VALUES, RANKS), "ranks are 0 to 2147483647"),
+        (LogprobArrays(Tensor("bfloat16", (1, 2), b"abcd"), VALUES, RANKS), "dtype 'bfloat16'"),
+        (None, "has 0 logprobs for 1 token"),
     ],
 )
-def test_logprobs_that_do_not_fit_are_refused(arrays: LogprobArrays | None) -> None:
-    with pytest.raises(WireError, match="logprobs"):
+def test_logprobs_that_do_not_fit_are_refused(arrays: LogprobArrays | None, message: str) -> None:
+    with pytest.raises(WireError, match=message):
         output_from_wire(WireOutput("r", (4,), arrays), asked(logprobs=1))
 
 

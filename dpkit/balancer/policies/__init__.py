@@ -6,7 +6,6 @@ Knows nothing of engines or configs. A policy belongs to one client's dispatch a
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from dpkit.balancer.policies.queue_weighted import QueueWeighted
 from dpkit.balancer.policies.round_robin import RoundRobin
 from dpkit.balancer.policies.uniform import Random
 from dpkit.errors import ConfigError
+from dpkit.imports import import_named
 from dpkit.names import PolicyName
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _builtin(name: str) -> type[Policy]:
 def _import(name: str) -> type[Policy]:
     module_name, _, attribute = name.partition(":")
     try:
-        found: object = importlib.import_module(module_name)
+        found: object = import_named(module_name)
     except Exception as error:
         raise ConfigError(
             [f"policy {name!r}: module {module_name!r} cannot be imported: {error}"]

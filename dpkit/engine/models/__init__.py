@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from dpkit.abc import Model
 from dpkit.engine.foreign import call, name_of
 from dpkit.errors import DpkitError, ModelNotFound, ModelUnsupported, describe
+from dpkit.imports import import_named
 from dpkit.messages import ModelSpec
 from dpkit.names import Dtype, Quant
 from dpkit.sampling import shown
@@ -56,6 +56,11 @@ def load_face(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NONE
     Imports no torch. A class of yours is made all the same, since only it knows its tokenizer: load
     in `allocate`, or in the first `execute`, what is heavy.
     """
+    if name.startswith("__main__:"):
+        raise ModelNotFound(
+            f"loading model {name!r}: a class in __main__ cannot be found by an engine's process; "
+            'move it to a module, "pkg.mod:Class"'
+        )
     if name == "echo" or name.startswith("cost:") or _CLASS_PATH.fullmatch(name):
         return load_model(name)
     try:
@@ -142,7 +147,7 @@ def _load_class(path: str, module: str, name: str) -> Model:
 
 def _find_class(doing: str, module: str, name: str) -> type[Model]:
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = getattr(import_named(module), name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # not the module itself, but one that it imports
