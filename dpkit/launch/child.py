@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from dpkit.engine.limits import EngineLimits
 from dpkit.engine.models import load_model
+from dpkit.errors import EngineLost
 from dpkit.launch.lifeline import watch_lifeline
 from dpkit.link.engine import Loaded, Place, serve_engine
 from dpkit.link.group import LockstepPlan, import_ballots
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dpkit.abc import Model
+
+LOST_WITH_ITS_GROUP = 75
+"""Exit status of an engine whose vote failed: another rank is gone, or hangs."""
 
 
 def prepare(model: str, dtype: str, quant: str, lockstep: bool = False) -> Model:
@@ -60,6 +65,8 @@ def work(
 ) -> None:
     """Be one life of one engine, until SIGTERM, the end of the head, or an error, which comes out.
 
+    The loss of its group is an exit status of its own.
+
     Args:
         model: From `prepare`.
         handshake: Address of the head's.
@@ -88,7 +95,11 @@ def work(
         lockstep=None if lockstep is None else LockstepPlan(**lockstep),
     )
     loaded = Loaded(model=model, limits=EngineLimits(**limits), dtype="float32")
-    trio.run(_serve, place, loaded)
+    try:
+        trio.run(_serve, place, loaded)
+    except EngineLost as error:  # by no fault of its own: there is nothing to trace
+        print(error, file=sys.stderr)  # noqa: T201 - its last words, which the head hears
+        raise SystemExit(LOST_WITH_ITS_GROUP) from None
 
 
 async def _serve(place: Place, loaded: Loaded) -> None:

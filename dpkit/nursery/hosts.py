@@ -10,7 +10,7 @@ import logging
 import math
 import tempfile
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 from attrs import asdict, frozen
@@ -24,13 +24,14 @@ from dpkit.wire.frontend import open_frontend
 from dpkit.wire.zsocket import open_context
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from dpkit.abc import Launcher, Worker
     from dpkit.config.schema import EngineGroupConfig
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId
+    from dpkit.nursery.gathering import Gathering, Round
     from dpkit.wire.frontend import FrontendSockets
 
 WORK = "dpkit.launch.child:work"
@@ -44,13 +45,19 @@ _LONGEST_FOLDER = 80
 
 
 class ModelHost:
-    """Keeps the launcher of one model; `run` is a service task, until `stop`."""
+    """Keeps the launcher of one model; `run` is a service task, until `stop`.
 
-    def __init__(self, group: EngineGroupConfig) -> None:
+    Args:
+        group: Of whose model.
+        lockstep: Whether its engines step together, and need to vote.
+    """
+
+    def __init__(self, group: EngineGroupConfig, *, lockstep: bool = False) -> None:
         self.error: Exception | None = None
         """What loading raised."""
         self.name = group.model
         self._group = group
+        self._lockstep = lockstep
         self._launcher: Launcher | None = None
         self._folder = ""
         self._numbers = count()
@@ -87,7 +94,12 @@ class ModelHost:
         opener = open_zygote if group.process.start is StartMethod.FORK else open_spawner
         return opener(
             "dpkit.launch.child:prepare",
-            {"model": group.model, "dtype": group.dtype.value, "quant": group.quant.value},
+            {
+                "model": group.model,
+                "dtype": group.dtype.value,
+                "quant": group.quant.value,
+                "lockstep": self._lockstep,
+            },
             name=group.model,
             runtime_dir=self._folder,
         )
@@ -131,12 +143,27 @@ class EngineHost:
     threads: int
     """Of each engine."""
     kv_publish_delta: float
+    gathering: Gathering | None = None
+    """Of engines that step together: where they meet."""
+    lockstep: Mapping[str, Any] | None = None
+    """Likewise: fields of `LockstepPlan`."""
 
     @protected_context
-    async def open_sockets(self, rank: int) -> AsyncIterator[FrontendSockets]:
+    async def attend(self, rank: int) -> AsyncIterator[Round | None]:
+        """Take part in the present life of the group; None: there is none, it steps alone."""
+        if self.gathering is None:
+            yield None
+            return
+        await self.model.launcher()  # no model, no folder for sockets
+        async with self.gathering.attend(rank) as round_:
+            yield round_
+
+    @protected_context
+    async def open_sockets(self, rank: int, round_: Round | None) -> AsyncIterator[FrontendSockets]:
         """Bind the sockets of one life."""
         await self.model.launcher()  # no model, no folder
         handshake, requests, outputs = self.model.addresses(self.group.process.transport)
+        together = {} if round_ is None else _told(round_)
         async with (
             open_context() as context,
             open_frontend(
@@ -146,6 +173,7 @@ class EngineHost:
                 bind_input=requests,
                 bind_output=outputs,
                 local=True,
+                **together,
                 max_message_bytes=self.group.process.max_message,
             ) as sockets,
         ):
@@ -166,6 +194,17 @@ class EngineHost:
             "kv_publish_delta": self.kv_publish_delta,
             "max_message": self.group.process.max_message,
             "log_level": logging.getLogger("dpkit").getEffectiveLevel(),
+            "count": 1 if self.lockstep is None else self.group.count,
+            "lockstep": self.lockstep,
         }
         async with launcher.open_worker(WORK, args, name=str(engine), grace=GRACE_S) as worker:
             yield worker
+
+
+def _told(round_: Round) -> dict[str, Any]:
+    """What INIT says of the group, as `open_frontend` is told it."""
+    return {
+        "coordinator_input": round_.addresses.back_publish,
+        "coordinator_output": round_.addresses.back_output,
+        "parallel_config": round_.parallel_config,
+    }

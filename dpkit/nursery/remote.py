@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dpkit.abc import Worker
     from dpkit.engine.publish import PublishGate
     from dpkit.messages import EngineId, EngineStats
+    from dpkit.nursery.gathering import Round
     from dpkit.nursery.hosts import EngineHost
     from dpkit.wire.frontend import FrontendSockets
 
@@ -89,7 +90,10 @@ class RemoteLife(WireLife):
         return None if self._connection is None else self._connection.progress.step_started_at
 
     async def _live(self) -> None:
-        async with self._host.open_sockets(self._rank) as sockets:
+        async with (
+            self._host.attend(self._rank) as round_,
+            self._host.open_sockets(self._rank, round_) as sockets,
+        ):
             ready_by = trio.current_time() + self._host.group.process.start_timeout
             self._scope.deadline = ready_by  # one that is spawned loads its model by itself
             async with (
@@ -101,8 +105,12 @@ class RemoteLife(WireLife):
                 self._scope.deadline = math.inf
                 self._worker = worker
                 nursery.start_soon(self._guard, self._watch_process, worker)
-                nursery.start_soon(self._guard, self._serve, sockets, nursery, ready_by)
+                nursery.start_soon(self._guard, self._serve, sockets, nursery, ready_by, round_)
+                if round_ is not None:
+                    nursery.start_soon(self._guard, round_.wait_for_fault)
                 await self._finished.wait()
+                if round_ is not None:
+                    await round_.finish(self._rank)
                 nursery.cancel_scope.cancel()
 
     def _note_end_of_scope(self) -> None:
@@ -119,7 +127,11 @@ class RemoteLife(WireLife):
         )
 
     async def _serve(
-        self, sockets: FrontendSockets, nursery: trio.Nursery, ready_by: float
+        self,
+        sockets: FrontendSockets,
+        nursery: trio.Nursery,
+        ready_by: float,
+        round_: Round | None,
     ) -> None:
         try:
             await sockets.welcome(self._rank, ready_by)
@@ -135,6 +147,8 @@ class RemoteLife(WireLife):
             on_gone=self._note_gone,
         )
         self._attach(connection)
+        if round_ is not None:
+            round_.stamp(connection)
         self._begin()
         nursery.start_soon(self._guard, self._ask, connection)
         for socket in (sockets.input, sockets.output):

@@ -11,6 +11,7 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+import trio
 from attrs import define, evolve
 
 from dpkit.errors import (
@@ -271,12 +272,16 @@ class Roster:
 
     async def _supervise(self, group: EngineGroupConfig, team: Sequence[EngineSlot]) -> None:
         try:
-            await supervise(
-                {slot.name: slot.live for slot in team},
-                restarts(group),
-                rng=self._builder.rng(f"restarts of {team[0].engine}"),
-                observer=_Team(team, self._on_bug),
-            )
+            async with trio.open_nursery() as nursery:
+                if (gathering := team[0].gathering) is not None:
+                    nursery.start_soon(gathering.run, name=f"gathering of {group.name}")
+                await supervise(
+                    {slot.name: slot.live for slot in team},
+                    restarts(group),
+                    rng=self._builder.rng(f"restarts of {team[0].engine}"),
+                    observer=_Team(team, self._on_bug),
+                )
+                nursery.cancel_scope.cancel()
         finally:
             for slot in team:
                 slot.end()

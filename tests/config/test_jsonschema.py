@@ -32,6 +32,7 @@ BEYOND_A_SCHEMA = {
     "extends_nothing",
     "extends_nul",
     "int4_in_float32",
+    "lockstep",
     "model_path",
     "pool_size_twice",
     "preset",
