@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 
 
 def lockstep(groups: Groups, coordinator: Table) -> Iterator[tuple[Path, str]]:
-    """Where and how groups that step together contradict themselves."""
-    if not coordinator.get("wave_coordination"):
-        return
+    """Where and how groups that step together, or are said to, contradict themselves."""
     for index, group in groups:
-        if group.get("kind", EngineKind.LOCAL) != EngineKind.PROCESS:
+        at: Path = ("engines", index, "supervision", "strategy")
+        strategy = (group.get("supervision") or {}).get("strategy", Strategy.ONE_FOR_ONE)
+        is_process = group.get("kind", EngineKind.LOCAL) == EngineKind.PROCESS
+        if not is_process or not coordinator.get("wave_coordination"):
+            if (
+                strategy == Strategy.ALL_BUT_ONE
+                and coordinator.get("wave_coordination", 0) is not None
+            ):
+                message = f"{quote(strategy)} is for processes that step together"
+                yield at, f"{message} (coordinator.wave_coordination)"
             continue
         if len(groups) > 1:
             message = "engines of one group step together (coordinator.wave_coordination)"
             yield ("engines", index), f"{message}; have a single [[engines]] table"
         count = group.get("count", 1)
-        strategy = (group.get("supervision") or {}).get("strategy", Strategy.ONE_FOR_ONE)
         if count is not None and count > 1 and strategy == Strategy.ONE_FOR_ONE:
             message = "engines that step together (coordinator.wave_coordination) restart together"
-            at: Path = ("engines", index, "supervision", "strategy")
             yield at, f"{message}; write {quote(Strategy.ONE_FOR_ALL.value)}"

@@ -19,7 +19,7 @@ from dpkit.engine.models import load_model
 from dpkit.errors import EngineLost
 from dpkit.launch.lifeline import watch_lifeline
 from dpkit.link.engine import Loaded, Place, serve_engine
-from dpkit.link.group import LockstepPlan, import_ballots
+from dpkit.link.group import LOST_WITH_ITS_GROUP, LockstepPlan, import_ballots
 from dpkit.messages import EngineId
 from dpkit.names import Dtype, Quant
 
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dpkit.abc import Model
-
-LOST_WITH_ITS_GROUP = 75
-"""Exit status of an engine whose vote failed: another rank is gone, or hangs."""
-
 
 def prepare(model: str, dtype: str, quant: str, lockstep: bool = False) -> Model:
     """Load the model that the engines of this zygote share.
@@ -95,6 +91,8 @@ def work(
         lockstep=None if lockstep is None else LockstepPlan(**lockstep),
     )
     loaded = Loaded(model=model, limits=EngineLimits(**limits), dtype="float32")
+    # Once `_serve` is over, it must be its end that the head hears of, not the head's own order.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         trio.run(_serve, place, loaded)
     except EngineLost as error:  # by no fault of its own: there is nothing to trace

@@ -50,6 +50,10 @@ class Life(Protocol):
         """
 
     @property
+    def lost_with_its_group(self) -> bool:
+        """Whether it is over since another engine is, with which it stepped together."""
+
+    @property
     def is_interruptible(self) -> bool:
         """Whether a cancellation of `run` ends it in the middle of a step."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from dpkit.errors import EngineLost, LaunchFailed
+from dpkit.link.group import LOST_WITH_ITS_GROUP
 from dpkit.link.zmq import WireConnection
 from dpkit.nursery.wirelife import WireLife
 
@@ -88,6 +89,11 @@ class RemoteLife(WireLife):
     def step_started_at(self) -> float | None:
         """When what the engine is at began, as far as it has said."""
         return None if self._connection is None else self._connection.progress.step_started_at
+
+    @property
+    def lost_with_its_group(self) -> bool:
+        """As of `Life`: its process has ended by saying so."""
+        return self._worker is not None and self._worker.status == LOST_WITH_ITS_GROUP
 
     async def _live(self) -> None:
         async with (

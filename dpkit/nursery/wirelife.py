@@ -81,6 +81,11 @@ class WireLife(abc.ABC):
         """The model by its name in the config: its class lives elsewhere."""
 
     @property
+    def lost_with_its_group(self) -> bool:
+        """As of `Life`."""
+        return False
+
+    @property
     @abc.abstractmethod
     def step_started_at(self) -> float | None:
         """As of `Life`."""

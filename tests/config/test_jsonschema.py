@@ -33,6 +33,7 @@ BEYOND_A_SCHEMA = {
     "extends_nul",
     "int4_in_float32",
     "lockstep",
+    "lockstep_alone",
     "model_path",
     "pool_size_twice",
     "preset",

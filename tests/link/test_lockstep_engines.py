@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from dpkit.launch.child import LOST_WITH_ITS_GROUP
+from dpkit.link.group import LOST_WITH_ITS_GROUP
 from dpkit.wire.structs import FinishCode
 from dpkit.wire.zsocket import open_context
 from tests.link.lab import LIMITS, ask

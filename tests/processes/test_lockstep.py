@@ -189,8 +189,10 @@ async def test_I08_a_rank_that_hangs_ends_the_group_within_a_limit() -> None:
             assert (await cluster.client.complete("hello", engine="e-1")).text == "hello"
 
 
-async def test_a_rank_that_stops_for_a_while_is_waited_for() -> None:
+async def test_a_group_is_not_scaled_and_waits_for_a_rank_that_stops_for_a_while() -> None:
     async with open_ranks(2) as cluster:
+        with pytest.raises(ConfigError, match="depend on one another"):
+            await cluster.scale("e", 3)
         kill(cluster, "e-1", signal.SIGSTOP)
         async with trio.open_nursery() as nursery:
 
@@ -223,8 +225,109 @@ def test_engines_that_step_together_restart_together() -> None:
     assert not config.steps_together(config.engines[0])  # one alone is no group
 
 
-async def test_a_group_that_steps_together_is_not_scaled() -> None:
-    async with open_ranks(2) as cluster:
-        with pytest.raises(ConfigError, match="depend on one another"):
-            await cluster.scale("e", 3)
+# -- Going on without who was lost -----------------------------------------------------------------
+
+
+def members(cluster: Cluster) -> set[str]:
+    """The engines that serve."""
+    return {s.name for s in cluster._slots if s.state is EngineState.READY}
+
+
+async def test_E06_a_group_goes_on_without_the_rank_that_was_lost() -> None:
+    async with open_ranks(4, strategy="all_but_one") as cluster:
+        answer = cluster.client.generate("and so on, to the end", resume=True)
+        async with answer:
+            async for _ in answer:
+                break
+            kill(cluster, "e-1")
+            await until(lambda: members(cluster) == {"e-0", "e-2", "e-3"})
+            async for _ in answer:
+                pass
+        assert answer.text == "and so on, to the end"
+        assert round_of(cluster).ranks == (0, 2, 3)
+        down = slot_of(cluster, "e-1").statistics()
+        assert down.state is EngineState.DOWN
+        assert "was killed by SIGKILL" in str(down.last_error)
+        assert len(told(cluster, EventKind.ENGINE_DOWN)) == 1
+        for rank in (0, 2, 3):
+            answer_ = await cluster.client.complete("hello", engine=f"e-{rank}")
+            assert answer_.text == "hello"
+
+
+async def test_the_last_rank_goes_on_alone() -> None:
+    async with open_ranks(2, strategy="all_but_one") as cluster:
+        kill(cluster, "e-0")
+        await until(lambda: members(cluster) == {"e-1"} and round_of(cluster).ranks == (1,))
         assert (await cluster.client.complete("hello")).text == "hello"
+        kill(cluster, "e-1")  # nobody would be left: both try again
+        await until(lambda: members(cluster) == {"e-0", "e-1"})
+        assert (await cluster.client.complete("hello", engine="e-0")).text == "hello"
+
+
+async def test_who_was_lost_long_ago_comes_back_at_the_next_loss() -> None:
+    async with open_ranks(3, strategy="all_but_one", more=', period = "1s"') as cluster:
+        kill(cluster, "e-0")
+        await until(lambda: members(cluster) == {"e-1", "e-2"})
+        await trio.sleep(1.0)
+        kill(cluster, "e-2")
+        await until(lambda: members(cluster) == {"e-0", "e-1"})
+        assert (await cluster.client.complete("hello", engine="e-0")).text == "hello"
+
+
+async def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it() -> None:
+    waves = WAVES + 'vote_timeout = "500ms"\n'
+    async with open_processes(ranks(3, strategy="all_but_one"), settings=waves) as cluster:
+        kill(cluster, "e-1", signal.SIGSTOP)
+        assert (await cluster.client.complete("hello", resume=True)).text == "hello"
+        assert members(cluster) == {"e-0", "e-2"}
+
+
+async def wait_anew(cluster: Cluster, names: set[str], epoch: int) -> None:
+    """Wait until these engines serve, all in that life or a later one, and no others."""
+
+    def serve() -> bool:
+        lives = [slot_of(cluster, name).engine for name in names]
+        return members(cluster) == names and all(life.epoch >= epoch for life in lives)
+
+    await until(serve)
+
+
+async def kill_and_go_on(rounds: int, seed: int) -> Counter[str]:
+    """Have groups of three shrink to one and be whole again, under load; how requests ended."""
+    rng, history = random.Random(seed), History()
+    settings = WAVES.replace("retry_budget = 1.0", "retry_budget = 1.0\nretries = 3")
+    engines = ranks(3, strategy="all_but_one")
+    async with open_processes(engines, settings=settings) as cluster:
+        for number in range(rounds):
+
+            async def ask(name: str, delay: float) -> None:
+                await trio.sleep(delay)
+                prompt = "and so on, to the end"
+                await history.complete(cluster.client, prompt, request_id=name, resume=True)
+
+            left = ["e-0", "e-1", "e-2"]
+            while left:
+                victim = left.pop(rng.randrange(len(left)))
+                then = left or ["e-0", "e-1", "e-2"]  # nobody would be left: all try again
+                epoch = slot_of(cluster, victim).engine.epoch
+                async with trio.open_nursery() as nursery:
+                    for each in range(REQUESTS):
+                        name = f"{number}-{len(left)}-{each}"
+                        nursery.start_soon(ask, name, rng.uniform(0, 0.04))
+                    await trio.sleep(rng.uniform(0, 0.12))
+                    kill(cluster, victim)
+                await wait_anew(cluster, {*then}, epoch + 1)
+        assert (await cluster.client.complete("hello")).text == "hello"
+    history.check(cluster)
+    return Counter(entry.outcomes[0] for entry in history.entries)
+
+
+async def test_E06_a_group_shrinks_at_any_step_down_to_one_and_is_whole_again() -> None:
+    ends = await kill_and_go_on(2, seed=6)
+    assert ends == {"stop": 2 * 3 * REQUESTS}
+
+
+@pytest.mark.slow
+async def test_E06_a_group_shrinks_a_hundred_times() -> None:
+    ends = await kill_and_go_on(34, seed=34)
+    assert ends == {"stop": 34 * 3 * REQUESTS}
