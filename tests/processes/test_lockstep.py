@@ -42,6 +42,8 @@ sync_interval = 4
 """
 REQUESTS = 6
 
+pytestmark = pytest.mark.timeout(60)  # torch is imported anew for each cluster
+
 
 def ranks(
     count: int, *, strategy: str = "one_for_all", model: str = "Paced", more: str = ""
@@ -170,6 +172,7 @@ async def test_what_was_begun_without_leave_to_resume_ends_once_with_its_engine(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_a_rank_is_killed_a_hundred_times() -> None:
     ends = await kill_again_and_again(100, seed=100)
     assert ends == {"stop": 100 * REQUESTS}
@@ -328,6 +331,7 @@ async def test_E06_a_group_shrinks_at_any_step_down_to_one_and_is_whole_again() 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_E06_a_group_shrinks_a_hundred_times() -> None:
     ends = await kill_and_go_on(34, seed=34)
     assert ends == {"stop": 34 * 3 * REQUESTS}
