@@ -154,10 +154,13 @@ class Snapshot:
 
 @frozen(kw_only=True)
 class StartWave:
-    """The coordinator's word to every lockstep engine: begin `wave`, which `engine_index` began."""
+    """The coordinator's word to every lockstep engine: begin `wave`, which `engine_index` began.
+
+    None: it runs by now, whoever began it.
+    """
 
     wave: int
-    engine_index: int
+    engine_index: int | None
 
 
 @frozen(kw_only=True)

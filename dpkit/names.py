@@ -96,3 +96,4 @@ class Strategy(enum.StrEnum):
 
     ONE_FOR_ONE = "one_for_one"  # that engine; the others do not notice
     ONE_FOR_ALL = "one_for_all"  # all of them, together: they cannot go on without each other
+    ALL_BUT_ONE = "all_but_one"  # all others, together, and that one not until the next time

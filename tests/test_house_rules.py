@@ -63,6 +63,7 @@ LAYERS = [
         "dpkit.nursery.flight",
         "dpkit.nursery.flights",
         "dpkit.nursery.membership",
+        "dpkit.nursery.gathering",
         "dpkit.nursery.slot",
         "dpkit.nursery.hosts",
         "dpkit.nursery.launchers",

@@ -140,6 +140,7 @@ class CoordinatorRules:
         """A life begins, in a row of its own or in that of the life before: it is idle."""
         self._fit(max(index + 1, len(self._loads)))
         self._lives[index] = engine
+        self._newest_step = (-1, -1)  # those that step together begin together, at wave 0
         self._clear(now, index)
 
     def on_engine_left(self, now: float, engine: EngineId, index: int) -> None:
@@ -174,6 +175,19 @@ class CoordinatorRules:
         self._current_wave = wave
         self._engines_running = True
         return (StartWave(wave=wave, engine_index=engine_index), self._wave_state())
+
+    def on_waves(self, wave: int, running: bool) -> tuple[Snapshot, ...]:
+        """Take the wave state of whoever hears of waves instead; returns what to send at once."""
+        if (wave, running) == (self._current_wave, self._engines_running):
+            return ()
+        self._current_wave, self._engines_running = wave, running
+        return (self._wave_state(),)
+
+    def call(self) -> StartWave | None:
+        """For an engine that comes late: the wave that runs; None: none does."""
+        if not self._engines_running:
+            return None
+        return StartWave(wave=self._current_wave, engine_index=None)
 
     def publish(self, now: float) -> Snapshot:
         """The snapshot that is due: the kept one of the last finished step, else the present state.

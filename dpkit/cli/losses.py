@@ -71,13 +71,15 @@ def _budget(admission: AdmissionConfig) -> str:
 
 def _restarts(group: EngineGroupConfig) -> str:
     supervision = group.supervision
-    together = supervision.strategy is Strategy.ONE_FOR_ALL and group.count > 1
+    together = supervision.strategy is not Strategy.ONE_FOR_ONE and group.count > 1
     given_up = f"{'all are' if together else 'it is'} given up"
     hung = f"A step of more than {show_duration(supervision.step_timeout)} counts as a failure"
     hung += "; the process is killed." if group.kind is EngineKind.PROCESS else "."
     if not supervision.intensity:
         return f"at the first failure of an engine {given_up}. {hung}"
     who = "all engines together" if together else "an engine that fails"
+    if together and supervision.strategy is Strategy.ALL_BUT_ONE:
+        who = f"all engines but those that failed in the last {show_duration(supervision.period)}"
     return (
         f"{who} start{'s' * (not together)} again after {_waits(supervision)}; after "
         f"{supervision.intensity + 1} failures within {show_duration(supervision.period)} "

@@ -84,7 +84,7 @@ class SupervisionConfig:
         default=Strategy.ONE_FOR_ONE,
         metadata=why(
             "Engines do not depend on one another. Ranks of a mixture-of-experts model do: "
-            "one_for_all."
+            "one_for_all. all_but_one: these go on without the one that was lost."
         ),
     )
     intensity: int = field(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpkit.config.checks import quote
 from dpkit.config.joining import joining
+from dpkit.config.lockstep import lockstep
 from dpkit.config.units import parse_duration, show_duration
 from dpkit.errors import ConfigError
 from dpkit.names import Dtype, Quant
@@ -54,6 +55,7 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
     yield from _same_name(groups)
     yield from _other_model(groups)
     yield from joining(groups, config.get("coordinator") or {})
+    yield from lockstep(groups, config.get("coordinator") or {})
     cluster = config.get("cluster") or {}
     yield from _phases(cluster)
     yield from _too_few_engines(cluster, config.get("engines") or ())

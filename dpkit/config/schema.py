@@ -25,7 +25,7 @@ from dpkit.config.groups import VllmConfig as VllmConfig  # noqa: PLC0414 - like
 from dpkit.config.reasons import why
 from dpkit.config.rules import Conflict, conflicts
 from dpkit.config.units import Seconds, show_duration
-from dpkit.names import PolicyName
+from dpkit.names import EngineKind, PolicyName
 
 EXTENDS = "extends"  # a word of files, read before there is a config: the file that lies below
 
@@ -267,6 +267,14 @@ class Config:
         found = list(conflicts(attrs.asdict(self)))
         if found:
             raise Conflict(found)
+
+    def steps_together(self, group: EngineGroupConfig) -> bool:
+        """Whether the engines of one of its groups step together, in waves: processes do."""
+        return (
+            self.coordinator.wave_coordination
+            and group.kind is EngineKind.PROCESS
+            and group.count > 1
+        )
 
 
 def table_of(attribute: "Attribute[Any]") -> type | None:

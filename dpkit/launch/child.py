@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from dpkit.engine.limits import EngineLimits
 from dpkit.engine.models import load_model
+from dpkit.errors import EngineLost
 from dpkit.launch.lifeline import watch_lifeline
 from dpkit.link.engine import Loaded, Place, serve_engine
-from dpkit.link.group import LockstepPlan, import_ballots
+from dpkit.link.group import LOST_WITH_ITS_GROUP, LockstepPlan, import_ballots
 from dpkit.messages import EngineId
 from dpkit.names import Dtype, Quant
 
@@ -60,6 +62,8 @@ def work(
 ) -> None:
     """Be one life of one engine, until SIGTERM, the end of the head, or an error, which comes out.
 
+    The loss of its group is an exit status of its own.
+
     Args:
         model: From `prepare`.
         handshake: Address of the head's.
@@ -88,7 +92,13 @@ def work(
         lockstep=None if lockstep is None else LockstepPlan(**lockstep),
     )
     loaded = Loaded(model=model, limits=EngineLimits(**limits), dtype="float32")
-    trio.run(_serve, place, loaded)
+    # Once `_serve` is over, it must be its end that the head hears of, not the head's own order.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        trio.run(_serve, place, loaded)
+    except EngineLost as error:  # by no fault of its own: there is nothing to trace
+        print(error, file=sys.stderr)  # noqa: T201 - its last words, which the head hears
+        raise SystemExit(LOST_WITH_ITS_GROUP) from None
 
 
 async def _serve(place: Place, loaded: Loaded) -> None:

@@ -204,6 +204,8 @@ class WireCoordinator:
         if word.subscribed:
             _log.info("%d of %d engines have come", self._engines, self._awaited)
             self._say_ready(again=True)
+            if (call := self.rules.call()) is not None:
+                self._send([call])  # it has missed the call of whoever began this wave
 
     @property
     def _awaited(self) -> int:

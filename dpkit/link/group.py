@@ -31,6 +31,9 @@ RANKS = "dpkit_ranks"
 """dpkit's own key of `parallel_config`: the ranks of the group, in their order, when they are not
 all that there are: those that are left when others have been given up."""
 
+LOST_WITH_ITS_GROUP = 75
+"""Exit status of an engine whose vote failed: another rank is gone, or hangs."""
+
 LIMIT_KEY = "coordinator.vote_timeout"
 
 

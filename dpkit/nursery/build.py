@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -44,12 +44,17 @@ if TYPE_CHECKING:
     from dpkit.names import Dtype, Quant
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.fanin import StatsFanIn
+    from dpkit.nursery.gathering import Gathering
     from dpkit.nursery.launchers import Launchers
     from dpkit.nursery.life import MakeLife
     from dpkit.nursery.membership import Membership
 
     ModelKey = tuple[EngineKind, str, Dtype, Quant]
     Models = Mapping[ModelKey, Model | ModelFace]
+
+_BEFORE_THE_HEAD = 0.9
+"""Of the time for a start: then a rank has waited for the others for long enough. It knows who did
+not come, which its head does not."""
 
 
 def model_key(group: EngineGroupConfig) -> ModelKey:
@@ -118,6 +123,7 @@ class Builder:
         fanin: StatsFanIn,
         events: EventLog,
         launchers: Launchers,
+        on_waves: Callable[[int, bool], None],
     ) -> None:
         self._config = config
         self._models = models
@@ -125,6 +131,8 @@ class Builder:
         self._fanin = fanin
         self._events = events
         self._launchers = launchers
+        self._on_waves = on_waves
+        self._gatherings: dict[str, Gathering] = {}  # by the name of their group
 
     def rng(self, use: str) -> random.Random:
         """A stream for each use: what one draws changes nothing for the others."""
@@ -142,6 +150,9 @@ class Builder:
     ) -> EngineSlot:
         """Make the place of engine `number` of a group; nothing lives there yet."""
         joins = group.kind is EngineKind.VLLM
+        gathering = self._gathering(group) if self._config.steps_together(group) else None
+        if gathering is not None:
+            gathering.ranks.add(rank)
         return EngineSlot(
             first_epoch=first_epoch,
             held=held,
@@ -153,7 +164,22 @@ class Builder:
             patience=group.vllm.join_timeout if joins else math.inf,
             membership=self._membership,
             events=self._events,
+            gathering=gathering,
         )
+
+    def _gathering(self, group: EngineGroupConfig) -> Gathering:
+        """Where the engines of a group meet; of a changed group it is another one."""
+        from dpkit.nursery.gathering import Gathering  # noqa: PLC0415 - ZeroMQ only where needed
+
+        if group.name not in self._gatherings:
+            host = self._launchers.host(group, lockstep=True)
+            transport = group.process.transport
+            self._gatherings[group.name] = Gathering(
+                bind=lambda: host.addresses(transport),
+                interval=self._config.coordinator.interval,
+                on_waves=self._on_waves,
+            )
+        return self._gatherings[group.name]
 
     def _lives_of(self, group: EngineGroupConfig) -> MakeLife:
         model = self._models[model_key(group)]
@@ -182,12 +208,15 @@ class Builder:
         from dpkit.nursery.hosts import EngineHost  # noqa: PLC0415 - ZeroMQ only where needed
         from dpkit.nursery.remote import RemoteLife  # noqa: PLC0415 - likewise
 
+        together = self._config.steps_together(group)
         host = EngineHost(
             group=group,
-            model=self._launchers.host(group),
+            model=self._launchers.host(group, lockstep=together),
             limits=limits_of(group, model.spec),
             threads=threads_per_engine(self._config, self._models),
             kv_publish_delta=self._config.coordinator.kv_publish_delta,
+            gathering=self._gathering(group) if together else None,
+            lockstep=self._lockstep(group) if together else None,
         )
 
         def make(engine: EngineId, rank: int, on_lost: Callable[[Exception], None]) -> RemoteLife:
@@ -201,6 +230,15 @@ class Builder:
             )
 
         return make
+
+    def _lockstep(self, group: EngineGroupConfig) -> Mapping[str, Any]:
+        """Fields of `LockstepPlan`."""
+        coordinator = self._config.coordinator
+        return {
+            "sync_interval": coordinator.sync_interval,
+            "vote_timeout": coordinator.vote_timeout,
+            "start_timeout": group.process.start_timeout * _BEFORE_THE_HEAD,
+        }
 
     def _joined_lives(self, group: EngineGroupConfig, number: int) -> MakeLife:
         from dpkit.nursery.joined import JoinedLife  # noqa: PLC0415 - ZeroMQ only where needed

@@ -313,6 +313,11 @@ class BusyLoop:
             yield f"{self.engine} published {told} requests, its scheduler has {scheduled}"
 
     @property
+    def lost_with_its_group(self) -> bool:
+        """Whether others took it with them: in this process, engines step alone."""
+        return False
+
+    @property
     def is_interruptible(self) -> bool:
         """Whether a cancellation ends a step: a simulated one, but none that runs in a thread."""
         return self._model.inline

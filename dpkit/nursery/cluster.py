@@ -254,6 +254,7 @@ class Cluster:
             fanin=self._fanin,
             events=self.events,
             launchers=self._launchers,
+            on_waves=self._coordinator.note_waves,
         )
 
     def _new_policies(self, config: Config, builder: Builder) -> list[Policy | None]:
@@ -317,7 +318,8 @@ class Cluster:
         supervised = tuple(self._roster.supervised)  # none comes any more
         try:
             for slot in reversed(supervised):
-                slot.retire()
+                for each in slot.peers or (slot,):
+                    each.retire()  # those that depend on one another end together
                 if slot.hangs:
                     slot.abandon()  # its requests have been told, and the others' turn comes
                 else:

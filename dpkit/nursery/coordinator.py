@@ -64,6 +64,7 @@ class Coordinator(Observer):
         self._membership = membership
         self._events = events
         self._on_bug = on_bug
+        self._waves = (0, False)
         membership.inform(self.rules)
 
     async def run(self) -> None:
@@ -78,10 +79,17 @@ class Coordinator(Observer):
         if isinstance(error, InternalError):
             self._on_bug(error, name)
 
+    def note_waves(self, wave: int, running: bool) -> None:
+        """Take the wave state of engines that tell a coordinator of their own of it."""
+        self._waves = (wave, running)
+        for snapshot in self.rules.on_waves(wave, running):
+            self._tell(snapshot)
+
     async def _live(self, number: int) -> None:
         if number:
             self.restarts += 1
             self.rules = self._make_rules()
+            self.rules.on_waves(*self._waves)
             self._membership.inform(self.rules)
             self._fanin.repeat(self._membership.serving)
         await self._serve(self.rules)

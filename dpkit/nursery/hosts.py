@@ -11,7 +11,7 @@ import math
 import tempfile
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 from attrs import asdict, frozen
@@ -25,13 +25,14 @@ from dpkit.wire.frontend import open_frontend
 from dpkit.wire.zsocket import open_context
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from dpkit.abc import Launcher, Worker
     from dpkit.config.schema import EngineGroupConfig
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId
+    from dpkit.nursery.gathering import Gathering, Round
     from dpkit.wire.frontend import FrontendSockets
     from dpkit.wire.zsocket import Context
 
@@ -49,13 +50,19 @@ _LONGEST_FOLDER = 80
 
 
 class ModelHost:
-    """Keeps the launcher of one model; `run` is a service task, until `stop`."""
+    """Keeps the launcher of one model; `run` is a service task, until `stop`.
 
-    def __init__(self, group: EngineGroupConfig) -> None:
+    Args:
+        group: Of whose model.
+        lockstep: Whether its engines step together, and need to vote.
+    """
+
+    def __init__(self, group: EngineGroupConfig, *, lockstep: bool = False) -> None:
         self.error: Exception | None = None
         """What loading raised."""
         self.name = group.model
         self._group = group
+        self._lockstep = lockstep
         self._launcher: Launcher | None = None
         self._start_timeout = 0.0
         self._folder = ""
@@ -108,7 +115,12 @@ class ModelHost:
         opener = open_zygote if group.process.start is StartMethod.FORK else open_spawner
         return opener(
             "dpkit.launch.child:prepare",
-            {"model": group.model, "dtype": group.dtype.value, "quant": group.quant.value},
+            {
+                "model": group.model,
+                "dtype": group.dtype.value,
+                "quant": group.quant.value,
+                "lockstep": self._lockstep,
+            },
             name=group.model,
             runtime_dir=self._folder,
         )
@@ -163,12 +175,27 @@ class EngineHost:
     threads: int
     """Of each engine."""
     kv_publish_delta: float
+    gathering: Gathering | None = None
+    """Of engines that step together: where they meet."""
+    lockstep: Mapping[str, Any] | None = None
+    """Likewise: fields of `LockstepPlan`."""
 
     @protected_context
-    async def open_sockets(self, rank: int) -> AsyncIterator[FrontendSockets]:
+    async def attend(self, rank: int) -> AsyncIterator[Round | None]:
+        """Take part in the present life of the group; None: there is none, it steps alone."""
+        if self.gathering is None:
+            yield None
+            return
+        await self.model.launcher()  # no model, no folder for sockets
+        async with self.gathering.attend(rank) as round_:
+            yield round_
+
+    @protected_context
+    async def open_sockets(self, rank: int, round_: Round | None) -> AsyncIterator[FrontendSockets]:
         """Bind the sockets of one life."""
         await self.model.launcher()  # no model, no folder
         handshake, requests, outputs = self.model.addresses(self.group.process.transport)
+        together = {} if round_ is None else _told(round_)
         with self.model.use_context() as context:
             async with open_frontend(
                 context,
@@ -177,6 +204,7 @@ class EngineHost:
                 bind_input=requests,
                 bind_output=outputs,
                 local=True,
+                **together,
                 max_message_bytes=self.group.process.max_message,
             ) as sockets:
                 yield sockets
@@ -196,6 +224,17 @@ class EngineHost:
             "kv_publish_delta": self.kv_publish_delta,
             "max_message": self.group.process.max_message,
             "log_level": logging.getLogger("dpkit").getEffectiveLevel(),
+            "count": 1 if self.lockstep is None else self.group.count,
+            "lockstep": self.lockstep,
         }
         async with launcher.open_worker(WORK, args, name=str(engine), grace=GRACE_S) as worker:
             yield worker
+
+
+def _told(round_: Round) -> dict[str, Any]:
+    """What INIT says of the group, as `open_frontend` is told it."""
+    return {
+        "coordinator_input": round_.addresses.back_publish,
+        "coordinator_output": round_.addresses.back_output,
+        "parallel_config": round_.parallel_config,
+    }

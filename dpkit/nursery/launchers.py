@@ -39,13 +39,16 @@ class Launchers:
         for desk in self._desks.values():
             self._open(desk)
 
-    def host(self, group: EngineGroupConfig) -> ModelHost:
-        """Where the processes of a group begin; groups of the same model share it."""
+    def host(self, group: EngineGroupConfig, *, lockstep: bool = False) -> ModelHost:
+        """Where the processes of a group begin; groups of the same model share it.
+
+        With `lockstep` they can vote. A config with a group that steps together has no other.
+        """
         from dpkit.nursery.hosts import ModelHost  # noqa: PLC0415 - see the top
 
         key = _key(group)
         if key not in self._hosts:
-            self._hosts[key] = ModelHost(group)
+            self._hosts[key] = ModelHost(group, lockstep=lockstep)
             self._start(self._hosts[key])
         self._hosts[key].serve(group)
         return self._hosts[key]

@@ -58,6 +58,10 @@ class Life(Protocol):
         """What it has been at since then, to stand before a time: "a step has taken"."""
 
     @property
+    def lost_with_its_group(self) -> bool:
+        """Whether it is over since another engine is, with which it stepped together."""
+
+    @property
     def is_interruptible(self) -> bool:
         """Whether a cancellation of `run` ends it in the middle of a step."""
 

@@ -138,7 +138,7 @@ def is_other(old: EngineGroupConfig, new: EngineGroupConfig) -> bool:
     which knows those that it began with.
     """
     resized = evolve(old, count=new.count)
-    return resized != new or (old != new and old.supervision.strategy is Strategy.ONE_FOR_ALL)
+    return resized != new or (old != new and old.supervision.strategy is not Strategy.ONE_FOR_ONE)
 
 
 @define(eq=False)

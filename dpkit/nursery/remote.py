@@ -14,6 +14,7 @@ import trio
 
 from dpkit.errors import EngineLost, LaunchFailed
 from dpkit.launch.gist import gist
+from dpkit.link.group import LOST_WITH_ITS_GROUP
 from dpkit.link.zmq import WireConnection
 from dpkit.nursery.wirelife import WireLife
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dpkit.abc import Worker
     from dpkit.engine.publish import PublishGate
     from dpkit.messages import EngineId, EngineStats
+    from dpkit.nursery.gathering import Round
     from dpkit.nursery.hosts import EngineHost
     from dpkit.wire.frontend import FrontendSockets
 
@@ -99,8 +101,16 @@ class RemoteLife(WireLife):
             return "it has said nothing for"
         return "a step has taken"
 
+    @property
+    def lost_with_its_group(self) -> bool:
+        """As of `Life`: its process has ended by saying so."""
+        return self._worker is not None and self._worker.status == LOST_WITH_ITS_GROUP
+
     async def _live(self) -> None:
-        async with self._host.open_sockets(self._rank) as sockets:
+        async with (
+            self._host.attend(self._rank) as round_,
+            self._host.open_sockets(self._rank, round_) as sockets,
+        ):
             ready_by = trio.current_time() + self._host.group.process.start_timeout
             self._scope.deadline = ready_by  # one that is spawned loads its model by itself
             async with (
@@ -112,8 +122,12 @@ class RemoteLife(WireLife):
                 self._scope.deadline = math.inf
                 self._worker = worker
                 nursery.start_soon(self._guard, self._watch_process, worker)
-                nursery.start_soon(self._guard, self._serve, sockets, nursery, ready_by)
+                nursery.start_soon(self._guard, self._serve, sockets, nursery, ready_by, round_)
+                if round_ is not None:
+                    nursery.start_soon(self._guard, round_.wait_for_fault)
                 await self._finished.wait()
+                if round_ is not None:
+                    await round_.finish(self._rank)
                 nursery.cancel_scope.cancel()
 
     def _note_end_of_scope(self) -> None:
@@ -130,7 +144,11 @@ class RemoteLife(WireLife):
         )
 
     async def _serve(
-        self, sockets: FrontendSockets, nursery: trio.Nursery, ready_by: float
+        self,
+        sockets: FrontendSockets,
+        nursery: trio.Nursery,
+        ready_by: float,
+        round_: Round | None,
     ) -> None:
         try:
             await sockets.welcome(self._rank, ready_by)
@@ -146,6 +164,8 @@ class RemoteLife(WireLife):
             on_gone=self._give_up,
         )
         self._attach(connection)
+        if round_ is not None:
+            round_.stamp(connection)
         self._begin()
         nursery.start_soon(self._guard, self._ask, connection)
         for socket in (sockets.input, sockets.output):

@@ -11,6 +11,7 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+import trio
 from attrs import define, evolve
 
 from dpkit.errors import (
@@ -52,9 +53,17 @@ class Group:
 class _Team(Observer):
     """What the supervisor of some slots tells, passed on to them."""
 
-    def __init__(self, slots: Sequence[EngineSlot], on_bug: OnBug) -> None:
+    def __init__(
+        self,
+        slots: Sequence[EngineSlot],
+        on_bug: OnBug,
+        expect: Callable[[str], None],
+        is_too_small: Callable[[], bool],
+    ) -> None:
         self.slots = {slot.name: slot for slot in slots}
         self._on_bug = on_bug
+        self._expect = expect
+        self._is_too_small = is_too_small
         self._told: set[str] = set()
 
     def failed(self, name: str, life: int, error: Exception) -> None:
@@ -73,6 +82,20 @@ class _Team(Observer):
     def gave_up(self, name: str, error: Exception) -> None:
         _log.error("engine %s failed too often and is down", name)
         self.slots[name].give_up(error)
+
+    def is_consequence(self, name: str) -> bool:
+        return self.slots[name].life.lost_with_its_group
+
+    def goes_on(self, names: Collection[str]) -> bool:
+        taking_part = [slot for name, slot in self.slots.items() if name in names]
+        for slot in taking_part:
+            slot.peers = taking_part
+            if slot.gathering is not None:
+                slot.gathering.ranks = {each.rank for each in taking_part}
+            if slot.state is EngineState.DOWN:
+                slot.state = EngineState.STARTING
+                self._expect(slot.name)
+        return not self._is_too_small()
 
 
 class Roster:
@@ -163,7 +186,7 @@ class Roster:
             return
         for slot in slots:
             self._membership.expect(slot.name)
-        together = group.supervision.strategy is Strategy.ONE_FOR_ALL
+        together = group.supervision.strategy is not Strategy.ONE_FOR_ONE
         for team in [slots] if together else [[slot] for slot in slots]:
             for slot in team:
                 slot.peers = team
@@ -258,7 +281,7 @@ class Roster:
         group = self.groups.get(name) if isinstance(name, str) else None
         if group is None:
             raise ConfigError([f"cannot scale {name!r}: the groups are {', '.join(self.groups)}"])
-        if group.config.supervision.strategy is Strategy.ONE_FOR_ALL:
+        if group.config.supervision.strategy is not Strategy.ONE_FOR_ONE:
             raise ConfigError([f"cannot scale {name}: its engines depend on one another"])
         return group
 
@@ -271,12 +294,21 @@ class Roster:
 
     async def _supervise(self, group: EngineGroupConfig, team: Sequence[EngineSlot]) -> None:
         try:
-            await supervise(
-                {slot.name: slot.live for slot in team},
-                restarts(group),
-                rng=self._builder.rng(f"restarts of {team[0].engine}"),
-                observer=_Team(team, self._on_bug),
-            )
+            async with trio.open_nursery() as nursery:
+                if (gathering := team[0].gathering) is not None:
+                    nursery.start_soon(gathering.run, name=f"gathering of {group.name}")
+                await supervise(
+                    {slot.name: slot.live for slot in team},
+                    restarts(group),
+                    rng=self._builder.rng(f"restarts of {team[0].engine}"),
+                    observer=_Team(
+                        team,
+                        self._on_bug,
+                        self._membership.expect,
+                        lambda: self.is_too_small and not self.closing,
+                    ),
+                )
+                nursery.cancel_scope.cancel()
         finally:
             for slot in team:
                 slot.end()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dpkit.messages import StepReport
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flights import Flights
+    from dpkit.nursery.gathering import Gathering
     from dpkit.nursery.life import Life, MakeLife
     from dpkit.nursery.membership import Membership
 
@@ -85,6 +86,7 @@ class EngineSlot:
         held: Be ready, and wait for `admit` before serving.
         patience: Seconds from the beginning of its first life for which others wait for an engine
             that somebody else starts. It may come later all the same.
+        gathering: Where its peers and it meet, if they step together.
     """
 
     def __init__(
@@ -100,9 +102,11 @@ class EngineSlot:
         first_epoch: int = 0,
         held: bool = False,
         patience: float = math.inf,
+        gathering: Gathering | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
+        self.gathering = gathering
         self.state = EngineState.STARTING
         self.settled = trio.Event()
         """Set once the engine has been ready for the first time, is down for good, or is absent."""

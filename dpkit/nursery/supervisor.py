@@ -23,9 +23,12 @@ from dpkit.names import Strategy
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Mapping
 
     Life = Callable[[int], Awaitable[None]]
+
+LAST_WORDS_S = 2.0
+"""How long children are heard that failed in consequence: whoever began it says so meanwhile."""
 
 
 @frozen(kw_only=True)
@@ -81,6 +84,16 @@ class Observer:
     def gave_up(self, name: str, error: Exception) -> None:
         """A child will not be restarted any more; `error` is the first one of this period."""
 
+    # With `ALL_BUT_ONE`:
+
+    def is_consequence(self, name: str) -> bool:  # noqa: ARG002 - a hook
+        """Whether a child that has just failed did so only because another had."""
+        return False
+
+    def goes_on(self, names: Collection[str]) -> bool:  # noqa: ARG002 - a hook
+        """These are about to begin their next life together, and no others; False: too few."""
+        return True
+
 
 async def supervise(
     children: Mapping[str, Life],
@@ -103,10 +116,14 @@ async def supervise(
     Error handling:
         A child's exception is the observer's to keep; it does not come out of here. With
         `ONE_FOR_ALL` the other children are cancelled, awaited, and begin their next life together.
+        With `ALL_BUT_ONE` they do so without those that failed within `period`, who are given up
+        for as long; who failed in consequence of that is not among these.
     """
     observer = observer or Observer()
-    if policy.strategy is Strategy.ONE_FOR_ALL:
-        await _all_together(children, RestartWindow(policy, rng), observer)
+    if policy.strategy is not Strategy.ONE_FOR_ONE:
+        goes_without = policy.strategy is Strategy.ALL_BUT_ONE
+        together = _all_but_the_lost if goes_without else _all_together
+        await together(children, RestartWindow(policy, rng), observer)
         return
     async with trio.open_nursery() as nursery:
         for name, life in children.items():
@@ -149,6 +166,72 @@ async def _all_together(
             return
         await trio.sleep(delay)
         number += 1
+
+
+async def _all_but_the_lost(
+    children: Mapping[str, Life], window: RestartWindow, observer: Observer
+) -> None:
+    number, lost_at = 0, dict[str, float]()
+    while True:
+        taking_part = {name: life for name, life in children.items() if name not in lost_at}
+        if not observer.goes_on(taking_part):
+            _give_up(taking_part, window, observer)
+            return
+        failures = await _live_until_a_loss(taking_part, number, observer)
+        if not failures:
+            return
+        now = trio.current_time()
+        delay = window.delay(now, next(iter(failures.values())))
+        if delay is None:
+            _give_up(taking_part, window, observer)
+            return
+        lost = _blame(taking_part, failures, observer)
+        lost_at = {name: at for name, at in lost_at.items() if at > now - window.policy.period}
+        lost_at |= dict.fromkeys(lost, now)
+        for name, error in lost.items():
+            observer.gave_up(name, error)
+        if len(lost_at) == len(children):  # nobody would be left
+            lost_at.clear()
+        await trio.sleep(delay)
+        number += 1
+
+
+def _give_up(names: Collection[str], window: RestartWindow, observer: Observer) -> None:
+    for name in names:
+        observer.gave_up(name, window.first_error)
+
+
+def _blame(
+    names: Collection[str], failures: Mapping[str, Exception], observer: Observer
+) -> dict[str, Exception]:
+    """Who began it, and by which error: if all who failed did so in consequence, who is silent."""
+    began = {name: error for name, error in failures.items() if not observer.is_consequence(name)}
+    return began or dict.fromkeys(set(names) - failures.keys(), next(iter(failures.values())))
+
+
+async def _live_until_a_loss(
+    children: Mapping[str, Life], number: int, observer: Observer
+) -> dict[str, Exception]:
+    """One life of all: errors of those that failed, until it was known who began it."""
+    failures: dict[str, Exception] = {}
+    async with trio.open_nursery() as nursery:
+
+        @trio.lowlevel.enable_ki_protection
+        async def live(name: str, life: Life) -> None:
+            error = await _live(name, life, number, observer)
+            if error is None or nursery.cancel_scope.cancel_called:
+                return
+            failures[name] = error
+            if observer.is_consequence(name):
+                nursery.cancel_scope.deadline = min(
+                    nursery.cancel_scope.deadline, trio.current_time() + LAST_WORDS_S
+                )
+            else:
+                nursery.cancel_scope.cancel()
+
+        for name, life in children.items():
+            nursery.start_soon(live, name, life, name=name)
+    return failures
 
 
 async def _live_together(

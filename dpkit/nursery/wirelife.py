@@ -83,6 +83,11 @@ class WireLife(abc.ABC):
         """The model by its name in the config: its class lives elsewhere."""
 
     @property
+    def lost_with_its_group(self) -> bool:
+        """As of `Life`."""
+        return False
+
+    @property
     @abc.abstractmethod
     def pid(self) -> int | None:
         """As of `Life`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 import zmq
@@ -28,7 +28,7 @@ from dpkit.wire.structs import Addresses, Init
 from dpkit.wire.zsocket import PeerGone, open_zsocket
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+    from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 
     from dpkit.wire.structs import ReadyResponse
     from dpkit.wire.zsocket import Context, ZSocket
@@ -156,6 +156,7 @@ async def open_frontend(
     bind_output: str,
     coordinator_input: str | None = None,
     coordinator_output: str | None = None,
+    parallel_config: Mapping[str, Any] | None = None,
     local: bool | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> AsyncGenerator[FrontendSockets]:
@@ -170,6 +171,7 @@ async def open_frontend(
             written, so not ``tcp://0.0.0.0:*``.
         coordinator_input: Where a coordinator publishes to engines, if there is one.
         coordinator_output: Where it collects from engines.
+        parallel_config: What engines that step together are told of their group.
         local: What HELLO must say; None: anything.
         max_message_bytes: An engine that sends a larger frame is disconnected.
 
@@ -200,7 +202,7 @@ async def open_frontend(
             handshake=await bind(zmq.ROUTER, bind_handshake),
             input=requests,
             output=outputs,
-            init=Init(addresses=addresses),
+            init=Init(addresses=addresses, parallel_config=dict(parallel_config or {})),
             local=local,
             guests={rank: _Guest() for rank in ranks},
         )

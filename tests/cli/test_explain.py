@@ -164,6 +164,12 @@ def test_an_engine_on_its_own_is_not_told_of_others(explain: Explain) -> None:
     assert "never more than" not in out, "the only one is never left out"
 
 
+def test_of_engines_that_step_together_the_lost_one_may_be_left_out(explain: Explain) -> None:
+    flags = ["coordinator.wave_coordination=true", "engines.0.supervision.strategy=all_but_one"]
+    out = " ".join(explain(EXAMPLE, *(word for flag in flags for word in ("--set", flag))).split())
+    assert "all engines but those that failed in the last 1m start again after" in out
+
+
 def test_the_waits_are_the_supervisors_own(explain: Explain) -> None:
     window = RestartWindow(Restarts())
     waits = [window.delay(0.0, RuntimeError()) for _ in range(3)]

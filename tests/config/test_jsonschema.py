@@ -32,6 +32,8 @@ BEYOND_A_SCHEMA = {
     "extends_nothing",
     "extends_nul",
     "int4_in_float32",
+    "lockstep",
+    "lockstep_alone",
     "model_path",
     "pool_size_twice",
     "preset",

@@ -97,6 +97,18 @@ async def test_one_that_has_gone_is_waited_for_again(context) -> None:
                 assert await first.hear() == READY
 
 
+async def test_one_that_comes_while_a_wave_runs_is_called_to_it(context) -> None:
+    async with (
+        open_served(context, 2, waves=True) as coordinator,
+        open_engine(context, coordinator.addresses, 0) as first,
+    ):
+        first.start_wave(3)  # as after a coordinator has been lost that had called nobody yet
+        assert await first.hear() == StartWave(3, 0)
+        async with open_engine(context, coordinator.addresses, 1) as second:
+            assert await second.hear() == READY
+            assert await second.hear() == StartWave(3, None)
+
+
 async def test_engines_that_need_not_wait_for_each_other_do_not(context) -> None:
     async with (
         open_served(context, 4, await_engines=0) as coordinator,

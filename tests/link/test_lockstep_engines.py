@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from dpkit.link.group import LOST_WITH_ITS_GROUP
 from dpkit.wire.structs import FinishCode
 from dpkit.wire.zsocket import open_context
 from tests.link.lab import LIMITS, ask
@@ -114,5 +115,7 @@ async def test_a_rank_that_is_stopped_or_killed_ends_all() -> None:
                 assert "the vote at step 1 of wave 0" in last.error.message
                 assert words in last.error.message
                 await until(lambda ranks=ranks: ranks.dead == 2)
-                assert [await ranks.workers[rank].wait() for rank in (0, 2)] == [1, 1]
+                assert [await ranks.workers[rank].wait() for rank in (0, 2)] == [
+                    LOST_WITH_ITS_GROUP
+                ] * 2
                 ranks.workers[1].kill()

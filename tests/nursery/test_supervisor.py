@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
 from dpkit.names import Strategy
-from dpkit.nursery.supervisor import Observer, Restarts, RestartWindow, supervise
+from dpkit.nursery.supervisor import LAST_WORDS_S, Observer, Restarts, RestartWindow, supervise
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 class Recorder(Observer):
@@ -163,3 +167,88 @@ async def test_cancelling_a_supervisor_ends_all_lives(autojump_clock) -> None:
         with trio.move_on_after(1):
             await supervise({"a": live, "b": live}, Restarts(strategy=strategy))
         assert living == 0
+
+
+class Rank:
+    """Fails at given times of given lives, by itself or since another did; else lives for ever."""
+
+    def __init__(self, **spans: float) -> None:
+        self.spans = {int(number[1:]): span for number, span in spans.items()}
+        self.lives: list[int] = []
+
+    async def live(self, number: int) -> None:
+        self.lives.append(number)
+        await trio.sleep(self.spans.get(number, 1000))
+        raise RuntimeError(f"life {number}")
+
+
+class Judge(Recorder):
+    """Says who failed in consequence, and how few are too few."""
+
+    def __init__(self, *consequences: tuple[str, int], least: int = 1) -> None:
+        super().__init__()
+        self.consequences = consequences
+        self.least = least
+
+    def is_consequence(self, name: str) -> bool:
+        return (name, self.failures[-1][2]) in self.consequences
+
+    def goes_on(self, names: Collection[str]) -> bool:
+        return len(names) >= self.least
+
+
+async def all_but_one(judge: Judge, *ranks: Rank, until: float = 100, **more: float) -> None:
+    policy = Restarts(strategy=Strategy.ALL_BUT_ONE, intensity=9, backoff=0.1, **more)
+    with trio.move_on_at(until):
+        children = {"abc"[index]: rank.live for index, rank in enumerate(ranks)}
+        await supervise(children, policy, observer=judge)
+
+
+async def test_all_but_one_go_on_together_and_that_one_is_given_up(autojump_clock) -> None:
+    judge, a, b, c = Judge(), Rank(), Rank(_0=5), Rank()
+    await all_but_one(judge, a, b, c)
+    assert (a.lives, b.lives, c.lives) == ([0, 1], [0], [0, 1])
+    assert [(at, name, str(error)) for at, name, error in judge.given_up] == [(5, "b", "life 0")]
+
+
+async def test_who_failed_in_consequence_goes_on(autojump_clock) -> None:
+    judge, a, b, c = Judge(("a", 0)), Rank(_0=5), Rank(_0=5.5), Rank()
+    await all_but_one(judge, a, b, c)
+    assert (a.lives, b.lives, c.lives) == ([0, 1], [0], [0, 1])
+
+
+async def test_if_all_failed_in_consequence_the_silent_one_began_it(autojump_clock) -> None:
+    judge, a, b, c = Judge(("a", 0), ("c", 0)), Rank(_0=5), Rank(), Rank(_0=5)
+    await all_but_one(judge, a, b, c)
+    assert (a.lives, b.lives, c.lives) == ([0, 1], [0], [0, 1])
+    [(at, name, _)] = judge.given_up
+    assert (at, name) == (5 + LAST_WORDS_S, "b")
+
+
+async def test_if_all_failed_in_consequence_and_nobody_is_silent_all_go_on(autojump_clock) -> None:
+    judge, a, b = Judge(("a", 0), ("b", 0)), Rank(_0=5), Rank(_0=5)
+    await all_but_one(judge, a, b)
+    assert (a.lives, b.lives) == ([0, 1], [0, 1])
+    assert judge.given_up == []
+
+
+async def test_who_was_lost_a_period_ago_tries_again_with_the_next_loss(autojump_clock) -> None:
+    a, b, c = Rank(), Rank(_0=5), Rank(_1=10)
+    await all_but_one(Judge(), a, b, c, period=8.0)
+    assert (a.lives, b.lives, c.lives) == ([0, 1, 2], [0, 2], [0, 1])
+
+
+async def test_if_nobody_would_be_left_all_try_again(autojump_clock) -> None:
+    a, b = Rank(_0=5), Rank(_1=5)
+    await all_but_one(Judge(), a, b)
+    assert (a.lives, b.lives) == ([0, 2], [0, 1, 2])
+
+
+async def test_too_few_are_given_up_as_well(autojump_clock) -> None:
+    judge, a, b = Judge(least=2), Rank(_0=5), Rank()
+    await all_but_one(judge, a, b)
+    assert trio.current_time() < 6
+    assert [(name, str(error)) for _, name, error in judge.given_up] == [
+        ("a", "life 0"),
+        ("b", "life 0"),
+    ]

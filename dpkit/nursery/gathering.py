@@ -1,0 +1,245 @@
+"""Where a group of engines in processes meets that steps together, anew for each of its lives.
+
+Each life of the group has a coordinator, sockets and a rendezvous of its own: what is under way of
+an earlier one reaches nobody, and its waves begin at 0. Knows nothing of processes; imports ZeroMQ,
+so it is imported only where there is such a group. What is said is `dpkit.link.coordinator`'s
+affair, and how ranks vote `dpkit.link.gloo`'s.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Never
+
+import trio
+
+from dpkit.balancer.coordinator import CoordinatorRules
+from dpkit.errors import DpkitError, InternalError, describe
+from dpkit.link.coordinator import open_coordinator
+from dpkit.link.group import RANKS
+from dpkit.nursery.context import protected_context
+from dpkit.wire.coordinator import CoordinatorAddresses
+from dpkit.wire.zsocket import open_context
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+
+    from dpkit.link.coordinator import WireCoordinator
+    from dpkit.link.zmq import WireConnection
+    from dpkit.messages import Snapshot
+
+HOST = "127.0.0.1"
+"""Of the first rank, as of all processes that are started here."""
+
+_REST_S = 1.0
+"""How long the last wave may take to end once nobody has work: a vote or two."""
+
+
+class Round:
+    """One life of the group; made by `Gathering.attend`."""
+
+    def __init__(self, ranks: Iterable[int], on_waves: Callable[[int, bool], None]) -> None:
+        self.ranks = tuple(ranks)
+        self.wave = 0
+        """The newest that the coordinator has told of."""
+        self.over = trio.Event()
+        """Set once everybody has left it."""
+        self.error: Exception | None = None
+        """What broke its coordinator."""
+        self._on_waves = on_waves
+        self._connections: list[WireConnection] = []
+        self._finished: set[int] = set()
+        self._runs = False
+        self._news = trio.lowlevel.ParkingLot()
+        self._coordinator: WireCoordinator
+        self._port: int
+
+    def __repr__(self) -> str:
+        state = "over" if self.over.is_set() else "running" if self._runs else "asleep"
+        return f"<Round of ranks {self.ranks}: wave {self.wave}, {state}>"
+
+    @property
+    def addresses(self) -> CoordinatorAddresses:
+        """Of its coordinator."""
+        return self._coordinator.addresses
+
+    @property
+    def parallel_config(self) -> dict[str, Any]:
+        """What INIT tells each rank of the group."""
+        return {
+            "data_parallel_master_ip": HOST,
+            "data_parallel_master_port": self._port,
+            "data_parallel_size": len(self.ranks),
+            RANKS: list(self.ranks),
+        }
+
+    def stamp(self, connection: WireConnection) -> None:
+        """Have the requests of a connection say the newest wave, from now on."""
+        self._connections.append(connection)
+        connection.current_wave = self.wave
+
+    async def finish(self, rank: int) -> None:
+        """Wait until no rank has anything left to do: the others cannot do without this one.
+
+        Then until the last wave has ended, for a moment: who leaves during a vote breaks it off.
+        """
+        self._finished.add(rank)
+        self._news.unpark_all()
+        while not self._finished >= {*self.ranks}:
+            await self._news.park()
+        with trio.move_on_after(_REST_S):
+            while self._runs:
+                await self._news.park()
+
+    def leave(self, rank: int) -> None:
+        """A rank is gone: nobody waits for it any more."""
+        self._finished.add(rank)
+        self._news.unpark_all()
+
+    async def wait_for_fault(self) -> Never:
+        """Raise what breaks the coordinator, once that happens."""
+        while self.error is None:
+            await self._news.park()
+        if isinstance(self.error, DpkitError):
+            raise self.error
+        what = describe(self.error)
+        message = f"the coordinator of engines that step together broke down: {what}"
+        raise InternalError(message) from self.error
+
+    @asynccontextmanager
+    async def open(self, bind: tuple[str, str, str], interval: float) -> AsyncIterator[None]:
+        """Have sockets and a rendezvous for as long as the block lasts."""
+        rules = CoordinatorRules(
+            max(self.ranks) + 1,
+            now=trio.current_time(),
+            interval=interval,
+            wave_coordination=True,
+        )
+        to_engines, from_engines, front = bind
+        addresses = CoordinatorAddresses(
+            back_publish=to_engines, back_output=from_engines, front=front
+        )
+        async with (
+            open_context() as context,
+            open_coordinator(
+                context, rules, bind=addresses, await_engines=len(self.ranks), tell=self._hear
+            ) as self._coordinator,
+        ):
+            with _reserved_port() as self._port:
+                yield
+
+    async def run(self) -> None:
+        """Coordinate until it is over; what breaks that is for `wait_for_fault`."""
+        async with trio.open_nursery() as nursery:
+
+            @trio.lowlevel.enable_ki_protection
+            async def coordinate() -> None:
+                try:
+                    await self._coordinator.run()
+                except Exception as error:  # noqa: BLE001 - raised by `wait_for_fault`
+                    self.error = error
+                    self._news.unpark_all()
+
+            nursery.start_soon(coordinate, name="coordinator of a group")
+            await self.over.wait()
+            nursery.cancel_scope.cancel()
+
+    def _hear(self, snapshot: Snapshot) -> None:
+        now = snapshot.current_wave, snapshot.engines_running
+        if now == (self.wave, self._runs) or self.over.is_set():
+            return
+        self.wave, self._runs = now
+        for connection in self._connections:
+            connection.current_wave = self.wave
+        self._on_waves(*now)
+        self._news.unpark_all()
+
+
+class Gathering:
+    """One group, through all its lives; `run` is a task beside its supervisor.
+
+    Args:
+        bind: Makes three addresses that nobody had before.
+        interval: Seconds between two snapshots at least.
+        on_waves: Told the number of the present wave and whether it runs, when that changes.
+    """
+
+    def __init__(
+        self,
+        *,
+        bind: Callable[[], tuple[str, str, str]],
+        interval: float,
+        on_waves: Callable[[int, bool], None],
+    ) -> None:
+        self.ranks: set[int] = set()
+        """Who takes part from the next life of the group on."""
+        self.round: Round | None = None
+        """The present one."""
+        self._bind = bind
+        self._interval = interval
+        self._on_waves = on_waves
+        self._inside: set[int] = set()
+        self._error: Exception | None = None
+        self._news = trio.lowlevel.ParkingLot()
+
+    def __repr__(self) -> str:
+        return f"<Gathering of ranks {sorted(self.ranks)}: {self.round}>"
+
+    async def run(self) -> Never:
+        """Open a round when somebody comes, close it when all have left; until cancelled."""
+        while True:
+            while not self._inside or self._error is not None:
+                await self._news.park()
+            round_ = Round(sorted(self.ranks), self._on_waves)
+            try:
+                async with round_.open(self._bind(), self._interval):
+                    self._on_waves(0, False)
+                    self.round = round_
+                    self._news.unpark_all()
+                    await round_.run()
+            except Exception as error:  # noqa: BLE001 - raised by `attend`
+                self._error = error
+                self._news.unpark_all()
+
+    @protected_context
+    async def attend(self, rank: int) -> AsyncIterator[Round]:
+        """Take part in the present life of the group, for as long as the block lasts.
+
+        The first to come begins it, the last to leave ends it.
+
+        Error handling:
+            AddressFailed: there is no opening its sockets.
+        """
+        self._inside.add(rank)
+        self._news.unpark_all()
+        try:
+            while self.round is None:
+                if self._error is not None:
+                    raise self._error
+                await self._news.park()
+            yield self.round
+        finally:
+            self._leave(rank)
+
+    def _leave(self, rank: int) -> None:
+        self._inside.discard(rank)
+        if self.round is not None:
+            self.round.leave(rank)
+        if self._inside:
+            return
+        self._error = None
+        if self.round is not None:
+            self.round.over.set()
+            self.round = None
+        self._news.unpark_all()
+
+
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that is free for whoever listens there by `SO_REUSEADDR`, and picked for nobody."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((HOST, 0))
+        port: int = reserved.getsockname()[1]
+        yield port
