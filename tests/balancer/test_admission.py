@@ -100,6 +100,11 @@ class QueueMachine(RuleBasedStateMachine):
             assert self.queue._levels == {}, "what is empty leaves nothing behind"
 
 
+def test_an_empty_queue_says_that_it_is_one() -> None:
+    with pytest.raises(IndexError, match="cannot take a request from an empty queue; ask its len"):
+        AdmissionQueue(1).pop(0.0)
+
+
 TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 

@@ -222,6 +222,34 @@ def test_a_malformed_part_of_a_file_is_named(
     assert f": {place} is not as the format has it: " in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("recorded", "change", "said"),
+    [
+        (PICKS, lambda case: case.update(engines=0), "there is no engine to pick"),
+        (
+            PICKS,
+            lambda case: case["events"].insert(1, {"skip": 1}),
+            "no event of this kind is known: {'skip': 1}",
+        ),
+        (
+            COORDINATOR,
+            lambda case: case["events"][0].__setitem__(1, {"engine": 0}),
+            "no event of this kind is known: {'engine': 0}",
+        ),
+        (
+            COORDINATOR,
+            lambda case: case["sent"].insert(2, {"to": "nobody"}),
+            "no message of this kind is known: {'to': 'nobody'}",
+        ),
+    ],
+)
+def test_what_is_malformed_is_said(
+    altered: Alter, recorded: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    result = altered(recorded, lambda cases: change(cases[0]))
+    assert f"is not as the format has it: ValueError: {said}" in result.stderr
+
+
 def test_a_file_that_cannot_be_replayed_raises_for_whoever_calls() -> None:
     with pytest.raises(ReplayFileError, match="is not as the format has it"):
         picks.replay([{}])

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import struct
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dpkit.checkpoint.fields import read_text
+from dpkit.checkpoint.gguf import GgufFile
+from dpkit.checkpoint.safetensors import SafetensorsFile
 from dpkit.engine.models import load_model
 from dpkit.errors import DpkitError, ModelUnsupported
 from dpkit.testing.tiny import write_tiny_directory, write_tiny_gguf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytest.importorskip("torch")
@@ -133,7 +138,7 @@ def test_a_wrong_rope_scaling_is_named_by_file_and_key(tiny: Path, key: str, val
 @pytest.mark.parametrize("eos", ["x", 1.5, ["a"], [[1]], {}, -1, [None], True, [True], [-1]])
 def test_wrong_end_tokens_are_named_by_their_file(tiny: Path, eos: Any) -> None:
     rewrite(tiny / "generation_config.json", eos_token_id=eos)
-    with pytest.raises(ModelUnsupported, match=r"generation_config.json: 'eos_token_id' must be"):
+    with pytest.raises(ModelUnsupported, match=r"_config.json: 'eos_token_id' must be .*, not ."):
         load(tiny)
 
 
@@ -147,7 +152,7 @@ def test_a_wrong_chat_template_is_named_by_its_file(tiny: Path, template: Any) -
 @pytest.mark.parametrize("template", ["{% for %}", "{% if %}", "{{ " + "(" * 5000])
 def test_a_chat_template_that_is_none_is_refused(tiny: Path, template: str) -> None:
     (tiny / "chat_template.jinja").write_text(template)
-    with pytest.raises(ModelUnsupported, match="tiny: chat template"):
+    with pytest.raises(ModelUnsupported, match=r"tiny: chat template(, line 1)?: \w+Error"):
         load(tiny)
 
 
@@ -167,12 +172,55 @@ def test_a_file_that_is_no_text_or_no_object_is_named(tiny: Path, name: str) -> 
             load(tiny)
 
 
+@pytest.mark.parametrize("name", FILES[:3])
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\xff\xfe", "not UTF-8 text; fetch it again"),
+        (b"[" * 100_000, "not valid JSON: nested too deeply"),
+        (b"5", "a JSON object is expected"),
+        (b"", "not valid JSON: Expecting value"),
+    ],
+    ids=["bytes", "deep", "number", "empty"],
+)
+def test_what_is_wrong_with_a_file_is_said(tiny: Path, name: str, data: bytes, said: str) -> None:
+    (tiny / name).write_bytes(data)
+    with pytest.raises(ModelUnsupported, match=f"{name}: {said}"):
+        load(tiny)
+
+
+def test_a_template_is_refused_by_its_line(tiny: Path) -> None:
+    (tiny / "chat_template.jinja").write_text("hello\n{% if %}")
+    with pytest.raises(ModelUnsupported, match=r"chat template, line 2: TemplateSyntaxError"):
+        load(tiny)
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Nothing can be opened: a way to be unreadable that root has not either."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("read", [read_text, SafetensorsFile, GgufFile])
+def test_a_file_that_cannot_be_opened_says_why(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    (path := tmp_path / "file").write_bytes(b"GGUF")
+    with no_descriptors(), pytest.raises(ModelUnsupported) as caught:
+        read(path)
+    assert str(caught.value) == f"{path}: cannot be read: Too many open files"
+
+
 @pytest.mark.parametrize("name", [*FILES, "model.safetensors.index.json", "chat_template.jinja"])
 def test_a_directory_or_a_pipe_in_a_files_place_is_named(tiny: Path, name: str) -> None:
-    for make in (os.mkdir, os.mkfifo):
+    for make, kind in ((os.mkdir, "a directory"), (os.mkfifo, "no file")):
         (tiny / name).unlink(missing_ok=True)
         make(tiny / name)
-        with pytest.raises(ModelUnsupported, match=rf"{name}: a file is expected"):
+        said = rf"{name}: a file is expected, and this is {kind}$"
+        with pytest.raises(ModelUnsupported, match=said):
             load(tiny)
         (tiny / name).rmdir() if make is os.mkdir else (tiny / name).unlink()
 

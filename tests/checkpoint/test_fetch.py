@@ -336,6 +336,7 @@ def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> 
     ("args", "says"),
     [
         (["smolm2"], "error: no model 'smolm2' to fetch; did you mean 'smollm2-135m'?"),
+        (["xyz"], "error: no model 'xyz' to fetch; known are smollm2-135m"),
         ([], "error: which model? `dpkit fetch --list` lists them"),
     ],
 )
@@ -344,6 +345,16 @@ def test_wrong_use_of_the_command_exits_with_2(
 ) -> None:
     assert main(["fetch", *args]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_python_without_numpy_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "dpkit.checkpoint.fetch", None)
+    assert main(["fetch", "smollm2-135m"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: fetching needs ")
+    assert said.endswith("; `pip install 'dpkit[torch]'` brings it\n")
 
 
 def test_a_failed_fetch_exits_with_1(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

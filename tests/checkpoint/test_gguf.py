@@ -116,6 +116,36 @@ def test_a_header_cut_short_is_refused(tmp_path: Path, keep: int) -> None:
         GgufFile(path)
 
 
+def text(words: str) -> bytes:
+    return struct.pack("<Q", len(words)) + words.encode()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "pairs", "rest", "why"),
+    [
+        (0, 1, struct.pack("<Q", 2**40), "a string reaches beyond the file"),
+        (0, 1, text("key") + struct.pack("<I", 99), "metadata of unknown type 99"),
+        (0, 1, text("key") + struct.pack("<IIQ", 9, 99, 1), "array of unknown type 99"),
+        (1, 0, text("tensor") + struct.pack("<I", 9), "a tensor of 9 dimensions"),
+    ],
+    ids=["string", "metadata", "array", "tensor"],
+)
+def test_what_is_damaged_in_a_header_is_the_cause(
+    tmp_path: Path, tensors: int, pairs: int, rest: bytes, why: str
+) -> None:
+    data = b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + rest
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ModelUnsupported, match="cut short or damaged") as caught:
+        GgufFile(tmp_path / "m.gguf")
+    assert str(caught.value.__cause__) == why
+
+
+def test_a_tensor_of_nothing_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", {}, {"t": np.ones((0, 4), np.float32)})
+    with pytest.raises(ModelUnsupported, match=r"tensor 't' has no shape: \(0, 4\)"):
+        GgufFile(tmp_path / "m.gguf").read("t")
+
+
 def test_weights_cut_short_are_refused_by_the_tensors_name(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:-100])

@@ -94,6 +94,13 @@ def test_another_kind_of_file_is_refused(tmp_path: Path, data: bytes) -> None:
         SafetensorsFile(tmp_path / "m.safetensors")
 
 
+def test_a_header_without_end_is_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", 2**40))
+    with pytest.raises(ModelUnsupported) as caught:
+        SafetensorsFile(tmp_path / "m.safetensors")
+    assert str(caught.value.__cause__) == "no such header"
+
+
 def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     numpy_format.save_file({"t": np.arange(3)}, tmp_path / "m.safetensors")
     with pytest.raises(ModelUnsupported, match="tensor 't' is I64; F32, F16, BF16 are read"):

@@ -34,22 +34,24 @@ class NeverReady(EchoModel):
 
 async def test_G05_a_start_that_hangs_ends_and_says_which_key_bounds_it() -> None:
     model = NeverReady()
-    with named(model) as name, trio.fail_after(10):
-        config = parse_config(f"""
-            [[engines]]
-            model = "{name}"
-            [engines.supervision]
-            step_timeout = "50ms"
-            intensity = 1
-            backoff = "1ms"
-        """)
-        with pytest.raises(ClusterNotStarted, match=r"KV cache .* 0\.05 s .*step_timeout"):
-            async with open_cluster(config):
-                pytest.fail("an engine whose allocation hangs is not ready")
-    model.let_go.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("dpkit "):
-            thread.join()
+    try:
+        with named(model) as name, trio.fail_after(10):
+            config = parse_config(f"""
+                [[engines]]
+                model = "{name}"
+                [engines.supervision]
+                step_timeout = "50ms"
+                intensity = 1
+                backoff = "1ms"
+            """)
+            with pytest.raises(ClusterNotStarted, match=r"KV cache .* 0\.05 s .*step_timeout"):
+                async with open_cluster(config):
+                    pytest.fail("an engine whose allocation hangs is not ready")
+    finally:  # whatever was found: a thread that is left would hang whoever joins all of them
+        model.let_go.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("dpkit "):
+                thread.join()
 
 
 def test_G10_a_cluster_runs_in_any_thread_and_touches_no_signal() -> None:

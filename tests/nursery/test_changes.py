@@ -172,7 +172,7 @@ async def test_a_change_ends_when_the_cluster_closes(autojump_clock: object, way
         async with trio.open_nursery() as nursery:
 
             async def change() -> None:
-                with pytest.raises(ClusterClosed):
+                with pytest.raises(ClusterClosed, match="its engines cannot be changed any more"):
                     await (
                         cluster.scale("engine", 2)
                         if way == "scale"
@@ -210,7 +210,8 @@ async def test_engines_that_are_down_are_not_enough(autojump_clock: object, way:
         async with open_cluster(make(2, ONCE)) as cluster:
             await kill(cluster, "engine-0")
             change = cluster.scale("engine", 1) if way == "scale" else cluster.apply(make(1, ONCE))
-            with pytest.raises(ConfigError, match="not down would be left"):
+            said = r"not down would be left, and cluster\.min_ready is 1"
+            with pytest.raises(ConfigError, match=said):
                 await change
             assert (await cluster.client.complete("a")).text == "a"
         assert cluster.statistics().engines[0].state is EngineState.DOWN
@@ -220,7 +221,8 @@ async def test_no_name_is_left_behind_by_a_failed_scale(autojump_clock: object) 
     model = FaultyModel(Timed(), births={2: CRASH})
     with configs(model) as make:
         async with open_cluster(make(1, ONCE)) as cluster:
-            with pytest.raises(ScalingFailed):
+            said = r"engine engine-[12] did not come up: .*; the new engines are gone again, the"
+            with pytest.raises(ScalingFailed, match=said):
                 await cluster.scale("engine", 3)
             for name in ("engine-1", "engine-2"):
                 with pytest.raises(RequestRejected, match="does not exist"):
@@ -241,12 +243,27 @@ async def test_a_cancelled_scale_down_is_one(autojump_clock: object) -> None:
             assert engines(cluster) == ["engine-0", "engine-1#1"]
 
 
+async def test_what_leaving_engines_do_not_finish_in_time_is_lost(autojump_clock: object) -> None:
+    with configs() as make:
+        async with (
+            open_cluster(make(2)) as cluster,
+            cluster.client.generate("abcdefgh", engine="engine-1") as stream,
+        ):
+            await cluster.scale("engine", 1, deadline=0.25)
+            assert trio.current_time() == 0.25
+            with pytest.raises(EngineLost, match="EngineLost: engine engine-1 was retired"):
+                await stream.read_all()
+            assert stream.text == "ab"
+
+
 async def test_engines_that_restart_together_are_replaced_together(autojump_clock: object) -> None:
     group = 'supervision={strategy="one_for_all"}'
     with configs(Mortal()) as make:
         async with open_cluster(make(2, group)) as cluster:
             await cluster.apply(make(3, group))
             assert engines(cluster) == ["engine-0#1", "engine-1#1", "engine-2"]
+            with pytest.raises(ConfigError, match="engine: its engines depend on one another"):
+                await cluster.scale("engine", 2)
             await kill(cluster, "engine-2")
             await trio.sleep(5)
             assert engines(cluster) == ["engine-0#2", "engine-1#2", "engine-2#1"]
@@ -254,10 +271,13 @@ async def test_engines_that_restart_together_are_replaced_together(autojump_cloc
 
 @pytest.mark.parametrize("count", [True, 2.0, "2", None, 5000])
 async def test_a_count_of_another_kind_is_refused(autojump_clock: object, count: Any) -> None:
+    why = "must be between 1 and 1024" if count == 5000 else "it must be a whole number"
     with configs() as make:
         async with open_cluster(make()) as cluster:
-            with pytest.raises(ConfigError, match="cannot scale engine to"):
+            with pytest.raises(ConfigError, match=f"cannot scale engine to .*: .*{why}"):
                 await cluster.scale("engine", count)
+            with pytest.raises(ConfigError, match="cannot scale 'nobody': the groups are engine"):
+                await cluster.scale("nobody", 2)
             with pytest.raises(ConfigError, match="deadline must be"):
                 await cluster.scale("engine", 2, deadline=math.nan)
             assert engines(cluster) == ["engine-0"]

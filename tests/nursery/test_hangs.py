@@ -79,14 +79,14 @@ async def test_a_group_that_restarts_together_does_not_keep_the_cluster_from_clo
     with named(stubborn) as name, trio.fail_after(10):
         async with open_cluster(configure(name, "one_for_all")) as cluster:
 
-            async def ask(request_id: str, engine: str) -> None:
-                with pytest.raises(EngineLost):
+            async def ask(request_id: str, engine: str, said: str) -> None:
+                with pytest.raises(EngineLost, match=said):
                     await cluster.client.complete("hi", request_id=request_id, engine=engine)
 
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(ask, "hang", "engine-0")
+                nursery.start_soon(ask, "hang", "engine-0", "EngineLost: engine engine-0 was stopp")
                 await trio.sleep(0.05)
-                nursery.start_soon(ask, "crash", "engine-1")
+                nursery.start_soon(ask, "crash", "engine-1", "RuntimeError: boom")
     check_idle(cluster)
 
 

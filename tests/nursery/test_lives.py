@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -136,6 +137,30 @@ async def test_one_for_all_ends_and_begins_all_lives_of_the_group_together(
             ready = told(cluster, EventKind.ENGINE_READY)[3:]
             assert {at for at, _ in when(ready)} == {1.0}
             check_idle(cluster)
+
+
+async def test_one_for_all_tells_the_others_that_they_were_stopped(autojump_clock: object) -> None:
+    model = FaultyModel(Timed())
+    with named(model) as name:
+        config = parse_config(f"""
+            [[engines]]
+            model = "{name}"
+            count = 3
+            supervision.strategy = "one_for_all"
+        """)
+        said = []
+        async with open_cluster(config) as cluster, trio.open_nursery() as nursery:
+
+            async def ask(engine: str) -> None:
+                with pytest.raises(EngineLost) as caught:
+                    await cluster.client.complete("hello", engine=engine)
+                said.append(str(caught.value.__cause__))
+
+            model.inject(CRASH)
+            for number in range(3):
+                nursery.start_soon(ask, f"engine-{number}")
+    stopped = [each for each in said if re.fullmatch(r"engine engine-\d was stopped", each)]
+    assert len(stopped) == 2, said
 
 
 async def test_one_for_all_gives_all_up_together(autojump_clock: object) -> None:

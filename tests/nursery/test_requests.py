@@ -113,6 +113,33 @@ def test_what_is_no_prompt_is_rejected(prompt: Any, echo: bool) -> None:
     assert len(str(caught.value)) < 250
 
 
+KINDS = "a prompt is text, token ids, or chat messages with role and content"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (5, f"{KINDS}, not 5"),
+        (np.array(7), f"{KINDS}, not .*: iteration over a 0-d array"),
+        ([1, "a"], f"{KINDS}; it has 'a' where a token id should be"),
+        ([-1], "token ids must be 0 or more, in 31 bits, not -1"),
+        ([{"role": 1, "content": "hi"}], "a chat message needs 'role' as text, not 1"),
+        ([{"role": "user"}], "a chat message has no 'content': {'role': 'user'}"),
+        ("\udcff", "the prompt is no Unicode text: half of a surrogate pair at character 0"),
+    ],
+    ids=lambda prompt: type(prompt).__name__,
+)
+def test_what_is_wrong_with_a_prompt_is_said(prompt: Any, said: str) -> None:
+    with pytest.raises(RequestRejected, match=f"^request test-1: {said}"):
+        maker().make(prompt, None, {})
+
+
+def test_a_sampling_of_another_type_is_said() -> None:
+    sampling: Any = {"temperature": 1}
+    with pytest.raises(RequestRejected, match=r"sampling must be SamplingParams, not \{'temp"):
+        maker().make("hello", sampling, {})
+
+
 @pytest.mark.parametrize(
     "prompt", [range(3), (0, 1, 2), np.arange(3), [np.int64(0), 1, np.uint8(2)]], ids=repr
 )
@@ -183,6 +210,12 @@ class _Undecodable(ByteTokenizer):
 def test_a_tokenizer_that_fails_fails_one_request(tokenizer: ByteTokenizer) -> None:
     with pytest.raises(RequestRejected, match=r"^request test-1: "):
         maker(tokenizer).make("hello", None, {})
+
+
+def test_what_a_tokenizer_says_is_passed_on() -> None:
+    said = "the model's tokenizer cannot take this prompt: ValueError: no such letter"
+    with pytest.raises(RequestRejected, match=said):
+        maker(_Broken(ValueError("no such letter"))).make("hello", None, {})
 
 
 async def test_a_rejected_request_leaves_nothing_behind(autojump_clock: object) -> None:

@@ -102,6 +102,15 @@ def test_the_plan_is_shown_when_asked_for() -> None:
     assert done.stdout.count("requests: ") == 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["--seeds", "a..b"], ["--seed", "x"]])
-def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
-    assert CliRunner().invoke(main, arguments).exit_code == 2
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give --seed N or --seeds A..B"),
+        (["--seeds", "a..b"], "'a..b' is not of the form A..B"),
+        (["--seed", "x"], "'x' is not a valid integer"),
+    ],
+)
+def test_bad_usage_exits_with_2(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr

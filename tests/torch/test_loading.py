@@ -16,8 +16,9 @@ from dpkit.checkpoint.safetensors import SafetensorsFile, write_safetensors
 from dpkit.engine.models import load_model
 from dpkit.engine.models.torch import load_torch_model
 from dpkit.engine.models.torch.architecture import read_architecture
-from dpkit.errors import ModelNotFound, ModelUnsupported
-from dpkit.names import Dtype
+from dpkit.errors import ModelNotFound, ModelUnsupported, OutOfMemory
+from dpkit.messages import Batch, BatchRow, SamplingParams
+from dpkit.names import Dtype, Quant
 from dpkit.testing.tiny import write_tiny_directory, write_tiny_gguf
 
 if TYPE_CHECKING:
@@ -121,9 +122,56 @@ def test_a_head_that_the_config_promises_must_be_there(tiny: Path) -> None:
 def test_an_architecture_that_is_not_ours_says_what_may_bring_it(tiny: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     change_config(tiny, architectures=["OddForCausalLM"])
-    message = r"OddForCausalLM is not dpkit's own; `pip install 'dpkit\[hf\]'` brings transformers"
+    message = r"architecture OddForCausalLM is not dpkit's own; `pip install 'dpkit\[hf\]'` brings"
     with pytest.raises(ModelUnsupported, match=message):
         load_model(str(tiny))
+
+
+def test_an_architecture_that_is_not_ours_is_not_read_as_ours(tiny: Path) -> None:
+    change_config(tiny, architectures=["OddForCausalLM"])
+    message = "architecture OddForCausalLM is not supported; supported: Llama"
+    with pytest.raises(ModelUnsupported, match=message):
+        read_architecture(tiny, read_checkpoint(tiny).config)
+
+
+def test_weights_that_are_not_ours_cannot_be_quantised(tiny: Path) -> None:
+    change_config(tiny, architectures=["OddForCausalLM"])
+    message = "quant = 'int4' is for dpkit's own architectures, not for OddForCausalLM"
+    with pytest.raises(ModelUnsupported, match=message):
+        load_model(str(tiny), quant=Quant.INT4)
+
+
+def test_a_cache_larger_than_what_is_free_is_told(tiny: Path, monkeypatch) -> None:
+    monkeypatch.setattr("dpkit.engine.models.torch.model._physical_memory", lambda: 2**62)
+    message = r"a KV cache of [\d,.]+ GiB does not fit into what is free"
+    with pytest.raises(OutOfMemory, match=message):
+        load_model(str(tiny)).allocate(num_blocks=2**40, block_size=16)
+
+
+def test_a_cache_larger_than_the_machine_is_told(tiny: Path) -> None:
+    message = r"a KV cache of [\d,.]+ GiB does not fit into this machine's [\d,.]+ GiB$"
+    with pytest.raises(OutOfMemory, match=message):
+        load_model(str(tiny)).allocate(num_blocks=2**40, block_size=16)
+
+
+def test_a_step_larger_than_what_is_free_is_told(tiny: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    model = load_torch_model(str(tiny))
+    monkeypatch.setattr(model, "_transformer", refuse)
+    cache = torch.zeros(3, 2, 4, 4, 2, 16)
+    row = BatchRow(
+        request_id="r",
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(),
+        token_ids=[1, 2, 3],
+        start=0,
+        block_ids=[1],
+        output_index=0,
+    )
+    with pytest.raises(OutOfMemory, match="a step of 3 tokens needs more memory than is free: no"):
+        model.execute(Batch(rows=(row,)), cache)
 
 
 def test_a_bias_that_the_config_does_not_name_is_named(tmp_path: Path) -> None:
