@@ -67,6 +67,9 @@ class GenerateRequest:
     tenant: str | None = None  # whose it is: tenants share fairly what there is
     resume: bool = False  # go on elsewhere if the engine is lost after the first token
     output_token_ids: tuple[int, ...] = ()
+    # Whoever made it has seen to it that all parts are of these types and ranges. A link that must
+    # know it for sure looks itself where this is not said.
+    is_checked: bool = field(default=False, eq=False, repr=False)
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):

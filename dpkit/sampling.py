@@ -134,6 +134,8 @@ def _at_most_max_tokens(sampling: SamplingParams, attribute: Any, value: Any) ->
 
 def _several(value: Any) -> tuple[Any, ...]:
     """Whatever was given as a tuple, for the validators to judge."""
+    if type(value) is tuple:  # most often: the default
+        return value
     if value is None:
         return ()
     try:
@@ -154,6 +156,8 @@ def _as_pairs(
     value: Mapping[int, float] | Iterable[tuple[int, float]] | None,
 ) -> tuple[tuple[int, float], ...]:
     """Pairs rather than the mapping itself, which could be changed and has no hash."""
+    if type(value) is tuple:
+        return value
     return _several(value.items() if isinstance(value, Mapping) else value)
 
 
@@ -225,9 +229,11 @@ class SamplingParams:
 
     def __attrs_post_init__(self) -> None:
         """Check what differs from its default: a request leaves most of it out."""
-        for name, default, check in _CHECKS:
+        for attribute, name, default, check in _CHECKS:
             if (value := getattr(self, name)) is not default:
-                check(self, getattr(fields(SamplingParams), name), value)
+                check(self, attribute, value)
 
 
-_CHECKS = tuple((each.name, each.default, each.metadata[_CHECK]) for each in fields(SamplingParams))
+_CHECKS = tuple(
+    (each, each.name, each.default, each.metadata[_CHECK]) for each in fields(SamplingParams)
+)

@@ -136,8 +136,7 @@ class Client:
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """Generate to the end and return the whole; arguments and errors as for `generate`."""
-        async with self.generate(prompt, sampling, **options) as stream:
-            return await stream.read_all()
+        return await self.generate(prompt, sampling, **options).complete()
 
     async def complete_many(
         self,

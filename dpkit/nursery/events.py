@@ -12,8 +12,8 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
+import msgspec
 import trio
-from attrs import frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,8 +56,7 @@ _LEVELS = {
 }
 
 
-@frozen(kw_only=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that happened. Every admitted request has exactly one `REQUEST_ENDED`."""
 
     at: float
@@ -114,9 +113,12 @@ class EventLog:
             detail=detail,
         )
         self._ring.append(event)
-        _log.log(_LEVELS.get(kind, logging.INFO), "%s", event)
+        level = _LEVELS.get(kind, logging.INFO)
+        if _log.isEnabledFor(level):
+            _log.log(level, "%s", event)
         self._emitted += 1
-        self._lot.unpark()
+        if self._lot:
+            self._lot.unpark()
 
     def unread(self) -> tuple[Event, ...]:
         """Events since the last call, for the one writer; those lost in between are counted."""

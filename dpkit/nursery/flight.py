@@ -162,6 +162,7 @@ class Flight:
         self.request = evolve(
             asked,
             output_token_ids=asked.output_token_ids + tuple(self.delivered),
+            is_checked=False,  # a model's own tokens are what it makes of them
             sampling=evolve(asked.sampling, prompt_logprobs=None),
         )
 

@@ -380,7 +380,7 @@ class Flights:
     def _leave_queue(self, flight: Flight) -> None:
         if flight.ticket is not None:
             self._queue.withdraw(flight.ticket)
-        elif away := self._away.get(str(flight.request.engine)):
+        elif self._away and (away := self._away.get(str(flight.request.engine))):
             away.pop(flight.request.request_id, None)
 
     def _conclude(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:

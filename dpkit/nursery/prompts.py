@@ -64,8 +64,12 @@ class Encoder:
 
     def decoder(self, token_ids: tuple[int, ...]) -> TextDecoder:
         """Make a fresh decoder for what follows these tokens."""
-        with _tokenizing():
+        try:
             return self._tokenizer.decoder(token_ids)
+        except RequestRejected:
+            raise
+        except Exception as error:  # no `with`: it costs more than most decoders
+            raise _refusal(error) from error
 
 
 @contextmanager
@@ -75,9 +79,11 @@ def _tokenizing() -> Iterator[None]:
     except RequestRejected:
         raise
     except Exception as error:
-        raise RequestRejected(
-            f"the model's tokenizer cannot take this prompt: {describe(error)}"
-        ) from error
+        raise _refusal(error) from error
+
+
+def _refusal(error: Exception) -> RequestRejected:
+    return RequestRejected(f"the model's tokenizer cannot take this prompt: {describe(error)}")
 
 
 def _items(prompt: Any) -> tuple[Any, ...]:

@@ -100,6 +100,8 @@ class RequestMaker:
         request_id = self._request_id(fields.pop("request_id", None))
         try:
             request = self._request(request_id, prompt, sampling, fields)
+            if request.sampling.n == 1:
+                return (Asked(request, self._transcript(prompt, request)),)
             choices = [choice_of(request, index) for index in range(request.sampling.n)]
             return tuple(Asked(choice, self._transcript(prompt, choice)) for choice in choices)
         except RequestRejected as error:
@@ -131,16 +133,17 @@ class RequestMaker:
             request_id=request_id,
             prompt_token_ids=self._encoder.encode(prompt),
             deadline=deadline,
-            sampling=self._sampling(sampling or SamplingParams(), fields),
+            sampling=self._sampling(sampling, fields),
+            is_checked=True,
             **own,
         )
 
-    def _sampling(self, sampling: SamplingParams, fields: dict[str, Any]) -> SamplingParams:
-        if fields.get("seed", sampling.seed) is None:
+    def _sampling(self, given: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
+        if fields.get("seed", given and given.seed) is None:
             # Drawn here rather than in the engine: a retry elsewhere repeats the same text.
             fields["seed"] = self._rng.getrandbits(63)
         try:
-            sampling = evolve(sampling, **fields)
+            sampling = SamplingParams(**fields) if given is None else evolve(given, **fields)
         except ValueError as error:
             raise RequestRejected(f"bad sampling option: {error}") from error
         if sampling.echo and sampling.prompt_logprobs is None:
@@ -184,8 +187,6 @@ def choice_of(request: GenerateRequest, index: int) -> GenerateRequest:
 
     The others have seeds that follow from the request's own, the same in every process.
     """
-    if request.sampling.n == 1:
-        return request
     sampling = evolve(request.sampling, n=1)
     if index == 0:
         return evolve(request, sampling=sampling)

@@ -130,12 +130,15 @@ class OutputStream:
             raise RuntimeError(f"request {self.request_id} was started already; make a new stream")
         self._started_at = trio.current_time()
         await trio.lowlevel.checkpoint()
+        await self._enter()
+        return self
+
+    async def _enter(self) -> None:
         self._flights.begin(self)
         if self.placement is None and self._failure is None:
             await self._wait_placed()
         if self._failure is not None:
             raise self._failure
-        return self
 
     async def _wait_placed(self) -> None:
         self._placed = trio.lowlevel.ParkingLot()
@@ -226,6 +229,17 @@ class OutputStream:
             pass
         return self.completion()
 
+    @trio.lowlevel.enable_ki_protection
+    async def complete(self) -> Completion:
+        """Enter, read all and leave, at one checkpoint less; errors as for these."""
+        self._started_at = trio.current_time()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        try:
+            await self._enter()
+            return await self.read_all()
+        finally:
+            self.close()
+
     def _spoil(self, error: Exception) -> None:
         """The tokenizer's own: the reader's to handle."""
         self.finish_reason = self.finish_reason or FinishReason.ERROR
@@ -279,7 +293,7 @@ class OutputStream:
         return Completion(
             request_id=self.request_id,
             text=self.text,
-            token_ids=tuple(self.token_ids),
+            token_ids=tuple(self.delivered[: self._tokens_read]),
             logprobs=tuple(self.logprobs),
             prompt_logprobs=tuple(self.prompt_logprobs),
             finish_reason=self.finish_reason,

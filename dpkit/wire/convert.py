@@ -106,7 +106,7 @@ def to_wire(
     Raises:
         RequestRejected: a part of the request is of a type that no message holds.
     """
-    plain = _checked(request)
+    plain = request if _is_plain(request) else _checked(request)
     resumed = {_OWN: {"output_token_ids": plain.output_token_ids}}
     return WireRequest(
         request_id=wire_id,
@@ -125,6 +125,10 @@ def to_wire(
         priority=plain.priority,
         external_req_id=request.request_id,
     )
+
+
+def _is_plain(request: GenerateRequest) -> bool:
+    return request.is_checked and -(2**63) <= request.priority < 2**63
 
 
 def _checked(request: GenerateRequest) -> _Plain:

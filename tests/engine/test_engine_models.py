@@ -189,6 +189,8 @@ class Broken(EchoModel):
             raise ValueError("no\nroom")
         if self.where == "exit":
             sys.exit(3)
+        if self.where == "Ctrl-C":
+            raise KeyboardInterrupt
         if self.where == "spec":
             self.spec = None  # type: ignore[assignment]
         if self.where == "seqs":
@@ -199,6 +201,8 @@ class Broken(EchoModel):
             raise OSError("no vocabulary")
         if self.where == "tokenizer exits":
             sys.exit(3)
+        if self.where == "own words":
+            raise ModelUnsupported("a vocabulary of another world")
         return 5 if self.where == "no tokenizer" else super().tokenizer()  # type: ignore[return-value]
 
 
@@ -219,6 +223,20 @@ def test_a_class_that_fails_in_its_own_code_says_how(
     with pytest.raises(ModelUnsupported, match=f"^loading model '{name}': {message}") as caught:
         load_model(name)
     assert isinstance(caught.value.__cause__, cause)
+
+
+def test_ctrl_c_in_a_class_is_no_fault_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "where", "Ctrl-C")
+    with pytest.raises(KeyboardInterrupt):
+        load_model(f"{__name__}:Broken")
+
+
+def test_what_a_class_says_of_its_tokenizer_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Broken, "where", "own words")
+    with pytest.raises(ModelUnsupported, match=r"^a vocabulary of another world$"):
+        load_tokenizer(Broken(), "mine")
 
 
 @pytest.mark.parametrize(

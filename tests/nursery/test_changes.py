@@ -103,6 +103,23 @@ async def test_a_policy_that_cannot_be_made_changes_nothing(autojump_clock: obje
             assert running() == engines(cluster) == ["engine-0"]
 
 
+async def test_a_switch_that_fails_sends_the_new_engines_away(
+    autojump_clock: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("by a bug")
+
+    with configs() as make:
+        async with open_cluster(make()) as cluster:
+            monkeypatch.setattr(cluster, "_switch", fail)
+            with pytest.raises(ZeroDivisionError, match="by a bug"):
+                await cluster.apply(make(3))
+            await trio.testing.wait_all_tasks_blocked()
+            assert running() == engines(cluster) == ["engine-0"]
+            assert (await cluster.client.complete("a")).text == "a"
+        check_idle(cluster)
+
+
 async def test_a_cancelled_apply_changes_nothing(autojump_clock: object) -> None:
     with configs(FaultyModel(Timed(), births=dict.fromkeys(range(1, 99), CRASH))) as make:
         group = 'supervision={backoff="10s",intensity=1000}'

@@ -46,7 +46,7 @@ def steps(model: FaultyModel, count: int) -> list[StepResult | str]:
             core.apply(batch, result)
             seen.append(result)
         except (InjectedCrash, ModelFailed, MemoryError) as error:
-            seen.append(type(error).__name__)
+            seen.append(f"{type(error).__name__}: {error}")
     return seen
 
 
@@ -54,9 +54,12 @@ def durations(model: FaultyModel, count: int) -> list[float | str]:
     return [each if isinstance(each, str) else each.duration_s for each in steps(model, count)]
 
 
+CRASHED = "InjectedCrash: injected: crash in step {}"
+
+
 def test_a_step_crashes_when_it_is_planned() -> None:
     model = FaultyModel(EchoModel(), {1: CRASH})
-    assert durations(model, 3) == [0.0, "InjectedCrash", 0.0]
+    assert durations(model, 3) == [0.0, CRASHED.format(1), 0.0]
     assert model.injected == [CRASH]
 
 
@@ -73,7 +76,7 @@ def test_a_slow_model_is_slow_in_every_step_until_it_is_mended() -> None:
 
 def test_memory_runs_out_above_so_many_tokens() -> None:
     assert durations(FaultyModel(EchoModel(), {0: Fault(FaultKind.OUT_OF_MEMORY, 7)}), 1) == [
-        "MemoryError"
+        "MemoryError: injected: oom=7 in step 0, of 8 tokens"
     ]
     model = FaultyModel(EchoModel(), {0: Fault(FaultKind.OUT_OF_MEMORY, 8)})
     assert durations(model, 1) == [0.0]
@@ -81,14 +84,15 @@ def test_memory_runs_out_above_so_many_tokens() -> None:
 
 
 def test_garbage_is_noticed_by_the_engine() -> None:
-    assert steps(FaultyModel(EchoModel(), {0: GARBAGE}), 1) == ["ModelFailed"]
+    [said] = steps(FaultyModel(EchoModel(), {0: GARBAGE}), 1)
+    assert str(said).startswith("ModelFailed: ")
 
 
 def test_a_fault_may_be_put_in_at_any_time() -> None:
     model = FaultyModel(EchoModel())
     assert durations(model, 1) == [0.0]
     model.inject(CRASH)
-    assert durations(model, 2) == ["InjectedCrash", 0.0]
+    assert durations(model, 2) == [CRASHED.format(1), 0.0]
 
 
 def test_a_life_may_fail_at_its_start() -> None:

@@ -154,6 +154,21 @@ def test_a_cache_larger_than_the_machine_is_told(tiny: Path) -> None:
         load_model(str(tiny)).allocate(num_blocks=2**40, block_size=16)
 
 
+STEP = Batch(
+    rows=(
+        BatchRow(
+            request_id="r",
+            prompt_token_ids=(1, 2, 3),
+            sampling=SamplingParams(),
+            token_ids=[1, 2, 3],
+            start=0,
+            block_ids=[1],
+            output_index=0,
+        ),
+    )
+)
+
+
 def test_a_step_larger_than_what_is_free_is_told(tiny: Path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
@@ -161,17 +176,18 @@ def test_a_step_larger_than_what_is_free_is_told(tiny: Path, monkeypatch) -> Non
     model = load_torch_model(str(tiny))
     monkeypatch.setattr(model, "_transformer", refuse)
     cache = torch.zeros(3, 2, 4, 4, 2, 16)
-    row = BatchRow(
-        request_id="r",
-        prompt_token_ids=(1, 2, 3),
-        sampling=SamplingParams(),
-        token_ids=[1, 2, 3],
-        start=0,
-        block_ids=[1],
-        output_index=0,
-    )
     with pytest.raises(OutOfMemory, match="a step of 3 tokens needs more memory than is free: no"):
-        model.execute(Batch(rows=(row,)), cache)
+        model.execute(STEP, cache)
+
+
+def test_what_else_a_step_fails_with_is_no_want_of_memory(tiny: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    model = load_torch_model(str(tiny))
+    monkeypatch.setattr(model, "_transformer", refuse)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        model.execute(STEP, torch.zeros(3, 2, 4, 4, 2, 16))
 
 
 def test_a_bias_that_the_config_does_not_name_is_named(tmp_path: Path) -> None:

@@ -164,6 +164,14 @@ def test_a_request_of_odd_parts_is_refused_before_it_is_sent(fields: dict[str, A
     assert caught.value.request_id == "r"
 
 
+def test_a_priority_that_no_message_holds_is_refused_of_a_checked_request_too() -> None:
+    request = GenerateRequest(
+        request_id="r", prompt_token_ids=(1,), priority=2**63, is_checked=True
+    )
+    with pytest.raises(RequestRejected, match="priority"):
+        to_wire(request, wire_id="r-1")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
