@@ -112,6 +112,7 @@ class Desk:
         except AddressFailed as error:
             self.error = error
         finally:
+            self._reception = None
             self._settled.set()
             self.closed.set()
 

@@ -352,4 +352,5 @@ def test_addresses_are_given_as_vllm_takes_them(
 def test_a_model_that_only_dpkit_has_is_served_by_dpkit(explain: Explain, file: Path) -> None:
     file.write_text(JOINING.replace("./weights", "echo"))
     ranks = "for RANK in 2 3 4; do dpkit engine --config"
-    assert f'    {ranks} {file} --rank "$RANK" --handshake tcp://10.0.0.1:29550 & ' in explain(file)
+    where = '--rank "$RANK" --handshake tcp://10.0.0.1:29550 --redial 10s & done; wait'
+    assert f"    {ranks} {file} {where}\n" in explain(file)

@@ -12,6 +12,7 @@ import trio
 from dpkit.errors import ClusterNotStarted, LaunchFailed
 from dpkit.names import EngineState
 from dpkit.nursery.cluster import open_cluster
+from dpkit.nursery.desks import Desk
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.services import open_services
 from dpkit.wire.address import AddressFailed
@@ -166,6 +167,7 @@ async def test_another_release_is_refused_with_the_reason_on_both_sides(
         other.told = unlike
         config = group(address, count=2, vllm=SHORT)
         async with open_living(good, other), open_joined(config) as cluster:
+            await until(lambda: told(cluster, EventKind.ENGINE_LOST, of="v-1"))
             lost, *_ = told(cluster, EventKind.ENGINE_LOST, of="v-1")
             assert pytest.RaisesExc(Exception, match=words).matches(Exception(lost.detail))
             await until(lambda: any("is refused" in call for call in other.calls))
@@ -188,8 +190,31 @@ async def test_a_model_that_does_not_generate_is_refused(tasks: object) -> None:
         puppet.tasks = tasks
         config = group(address, vllm=SHORT)
         async with open_living(puppet), open_joined(config, LOCAL) as cluster:
+            await until(lambda: told(cluster, EventKind.ENGINE_LOST, of="v-0"))
             lost, *_ = told(cluster, EventKind.ENGINE_LOST, of="v-0")
             assert "does not generate text" in lost.detail
+
+
+async def test_an_engine_that_cannot_say_what_it_does_is_refused_in_its_words() -> None:
+    address = free_address()
+    async with open_puppet(address) as puppet:
+        puppet.failure = "Call to get_supported_tasks method failed: no idea"
+        config = group(address, vllm=SHORT)
+        async with open_living(puppet), open_joined(config, LOCAL) as cluster:
+            await until(lambda: told(cluster, EventKind.ENGINE_LOST, of="v-0"))
+            lost, *_ = told(cluster, EventKind.ENGINE_LOST, of="v-0")
+            assert "v-0 did not answer to get_supported_tasks: Call to" in lost.detail
+            assert lost.detail.endswith("no idea")
+
+
+async def test_a_desk_that_was_stopped_says_so() -> None:
+    """To a life that would have waited there."""
+    (asked,) = make_config(group(free_address())).engines
+    desk = Desk(asked)
+    desk.stop()
+    await desk.run()
+    with pytest.raises(AddressFailed, match="v was stopped before anybody could join"):
+        await desk.open_reception()
 
 
 async def test_an_unknown_rank_gets_no_answer_and_a_line_in_the_log(

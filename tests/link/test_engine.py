@@ -331,6 +331,7 @@ async def test_an_engine_whose_last_frontend_is_gone_for_longer_than_its_lease_e
         second.input.close()
         await engine.ended.wait()
         assert isinstance(engine.error, Deserted)
+        assert str(engine.error) == "engine e0#4: no frontend has been there for 0.1 s"
 
 
 async def test_a_frontend_that_comes_back_within_the_lease_finds_its_engine(context) -> None:
