@@ -80,7 +80,7 @@ class _Team(Observer):
             self._on_bug(error, f"engine {name}")
 
     def gave_up(self, name: str, error: Exception) -> None:
-        _log.error("engine %s failed too often and is down", name)
+        _log.error("engine %s is given up, and down", name)
         self.slots[name].give_up(error)
 
     def is_consequence(self, name: str) -> bool:

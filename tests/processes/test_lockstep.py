@@ -48,11 +48,11 @@ pytestmark = pytest.mark.timeout(60)  # torch is imported anew for each cluster
 def ranks(
     count: int, *, strategy: str = "one_for_all", model: str = "Paced", more: str = ""
 ) -> str:
-    supervision = f'strategy = "{strategy}", backoff = "1ms", jitter = 0.0, intensity = 1000'
+    soon = 'backoff = "1ms", backoff_max = "5ms", jitter = 0.0, intensity = 1000'
     return group(
         model=model,
         count=count,
-        supervision=f"{supervision}{more}",
+        supervision=f'strategy = "{strategy}", {soon}{more}',
         process='start_timeout = "20s"',
     )
 
