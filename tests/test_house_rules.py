@@ -67,6 +67,7 @@ LAYERS = [
         "dpkit.nursery.slot",
         "dpkit.nursery.hosts",
         "dpkit.nursery.launchers",
+        "dpkit.nursery.contexts",
         "dpkit.nursery.desks",
         "dpkit.nursery.wirelife",
         "dpkit.nursery.remote",

@@ -20,10 +20,11 @@ from attrs import frozen
 from dpkit.config.checks import host_and_port
 from dpkit.link.together import run_together
 from dpkit.nursery.context import protected_context
+from dpkit.nursery.contexts import SharedContext
 from dpkit.wire.address import AddressFailed
 from dpkit.wire.reception import Reception
 from dpkit.wire.structs import Addresses, Init
-from dpkit.wire.zsocket import open_context, open_zsocket
+from dpkit.wire.zsocket import open_zsocket
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -74,6 +75,7 @@ class Desk:
         self.error: AddressFailed | None = None
         """Why nobody can join."""
         self._after = after
+        self._context = SharedContext()
         self._address = ""
         self._reception: Reception | None = None
         self._settled = trio.Event()
@@ -91,7 +93,7 @@ class Desk:
                 for former in self._after:
                     await former.closed.wait()
                 async with (
-                    open_context() as context,
+                    self._context.open() as context,
                     open_zsocket(
                         context,
                         zmq.ROUTER,
@@ -157,7 +159,7 @@ class Desk:
         settings = self.settings
         at = f"tcp://{host_and_port(settings.handshake or '')[0]}:*"
         async with AsyncExitStack() as stack:
-            context = await stack.enter_async_context(open_context())
+            context = stack.enter_context(self._context.use())
 
             async def bind(kind: zmq.SocketType, **options: Any) -> ZSocket:
                 size = settings.max_message
