@@ -152,7 +152,10 @@ async def test_a_picked_port_is_told_in_the_log(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(
     ("unlike", "words"),
     [
-        ({"vllm_version": "0.34.0"}, r"it is vLLM 0\.34\.0, and 0\.33\.0 is expected"),
+        (
+            {"vllm_version": "0.34.0"},
+            r"v-1 cannot be welcomed: it is vLLM 0\.34\.0, and 0\.33\.0 is expected",
+        ),
         ({"vllm_version": "0.33"}, r"it is vLLM 0\.33, and 0\.33\.0 is expected"),
     ],
 )
@@ -277,6 +280,7 @@ async def test_who_begins_anew_before_it_is_ready_is_told_other_addresses() -> N
             assert first.inputs != second.inputs
             assert first.outputs != second.outputs
             [lost] = told(cluster, EventKind.ENGINE_LOST)
+            assert "engine rank 0 cannot be welcomed: it said HELLO" in lost.detail
             assert "and now says HELLO: it has begun anew" in lost.detail
             assert slot_of(cluster, "v-0").engine.epoch == 1
             await ask(cluster, puppet)
