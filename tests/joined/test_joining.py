@@ -158,6 +158,7 @@ async def test_a_picked_port_is_told_in_the_log(caplog: pytest.LogCaptureFixture
         ),
         ({"vllm_version": "0.33"}, r"it is vLLM 0\.33, and 0\.33\.0 is expected"),
     ],
+    ids=["newer", "shorter"],
 )
 async def test_another_release_is_refused_with_the_reason_on_both_sides(
     unlike: dict[str, object], words: str
