@@ -161,7 +161,7 @@ class AsyncioClient:
         """Take messages from the socket into the queue, for ever."""
         while True:
             frames = await self._outputs.recv_multipart(copy=False)
-            batch = self._decoder.decode(frames[0])
+            batch = self._decoder.decode(frames[0].buffer)
             for name in batch.finished_requests or ():
                 self._router.release(name)
             if batch.outputs or batch.scheduler_stats:

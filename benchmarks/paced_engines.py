@@ -20,6 +20,7 @@ import time
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import trio
 import zmq
@@ -102,7 +103,7 @@ class PacedEngine(threading.Thread):
         period = 1 / STEPS_A_SECOND
         due = period * (1 + time.monotonic() // period + self._phase)
         while not self.stop.is_set():
-            wait_ms = max(0, (due - time.monotonic()) * 1000) if self._left else _IDLE_MS
+            wait_ms = max(0, int((due - time.monotonic()) * 1000)) if self._left else _IDLE_MS
             if requests.poll(wait_ms):
                 self._hear(requests, outputs)
             now = time.monotonic()
@@ -288,11 +289,8 @@ def as_launcher(engines: PacedEngines) -> Iterator[None]:
     """Have clusters that are opened meanwhile find these where they would start a zygote."""
     from dpkit.nursery import hosts  # noqa: PLC0415 - the process of the engines needs none
 
-    opener, hosts.open_zygote = hosts.open_zygote, partial(_open_launcher, engines)  # type: ignore[assignment]
-    try:
+    with patch.object(hosts, "open_zygote", partial(_open_launcher, engines)):
         yield
-    finally:
-        hosts.open_zygote = opener
 
 
 def _open_launcher(
