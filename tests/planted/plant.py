@@ -38,6 +38,20 @@ class Plant(NamedTuple):
 
 
 PLANTS = {
+    "await_in_release": Plant(
+        "P3",
+        "a cancelled reader is cancelled again on its way out, and its engine stays charged",
+        "dpkit/nursery/stream.py",
+        "    ) -> None:\n        self.close()\n",
+        "    ) -> None:\n        await trio.lowlevel.checkpoint()\n        self.close()\n",
+    ),
+    "checkpoint_after_charge": Plant(
+        "P3",
+        "a reader cancelled between charge and block never reaches the release",
+        "dpkit/nursery/stream.py",
+        "        self._flights.begin(self)\n",
+        "        self._flights.begin(self)\n        await trio.lowlevel.checkpoint()\n",
+    ),
     "abort_forgotten": Plant(
         "P3",
         "the books are right, but the engine generates for nobody",
