@@ -23,12 +23,14 @@ from dpkit.testing.sweep import REPLAY, sweep
 from tests.nursery.lab import loop_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from dpkit.config.schema import Config
     from dpkit.engine.core import EngineCore
     from dpkit.messages import Batch, StepResult
     from dpkit.testing.mark import Mark
+
+    Ask = Callable[["History", str], Awaitable[None]]
 
 SEEDS = range(int(os.environ.get("DPKIT_TEST_SEEDS", "20")))
 
@@ -90,7 +92,15 @@ async def _complete(history: History, request_id: str) -> None:
     history.texts[request_id] = completion.text
 
 
-def _scenario(config: Config) -> Callable[[Mark], Any]:
+async def _stream(history: History, request_id: str) -> None:
+    """The same by hand: entered, read and left by three calls instead of one."""
+    async with history.cluster.client.generate(
+        PROMPT, request_id=request_id, max_tokens=TOKENS, engine="engine-0"
+    ) as stream:
+        history.texts[request_id] = (await stream.read_all()).text
+
+
+def _scenario(config: Config, ask: Ask) -> Callable[[Mark], Any]:
     async def scenario(mark: Mark) -> History:
         async with open_cluster(config) as cluster:
             loops = [loop_of(slot) for slot in cluster._slots]
@@ -101,7 +111,7 @@ def _scenario(config: Config) -> Callable[[Mark], Any]:
 
             async def target() -> None:
                 with mark.target():
-                    await _complete(history, TARGET)
+                    await ask(history, TARGET)
                 # Now, not at the next checkpoint.
                 assert cluster.client._ledger.holder(TARGET) is None, "the target is in flight"
                 history.left_at = len(model.known)
@@ -126,10 +136,11 @@ def _check(history: History) -> None:
     assert history.texts.get(TARGET, expected) == expected
 
 
+@pytest.mark.parametrize("ask", [_complete, _stream])
 @pytest.mark.parametrize("model", ["RecordingCost", "Recording"])
 @pytest.mark.parametrize("prefix_cache", ["true", "false"])
 def test_a_client_cancelled_at_any_step_leaves_nothing(
-    make_config: Callable[..., Config], model: str, prefix_cache: str
+    make_config: Callable[..., Config], model: str, prefix_cache: str, ask: Ask
 ) -> None:
     config = make_config(f"{__name__}:{model}", *SMALL, f"kv.prefix_cache={prefix_cache}")
     preemptions = chunks = 0
@@ -140,7 +151,7 @@ def test_a_client_cancelled_at_any_step_leaves_nothing(
         preemptions += history.cluster.statistics().engines[0].core.preemptions
         chunks += history.model.chunks
 
-    done = sweep(_scenario(config), seeds=SEEDS, check=check)
+    done = sweep(_scenario(config, ask), seeds=SEEDS, check=check)
     print(f"{model}: {done.runs} runs, {preemptions} preemptions, {chunks} chunked steps")
     if REPLAY not in os.environ:
         assert done.runs >= len(SEEDS) * 10
