@@ -50,8 +50,10 @@ class Encoder:
 
     def text(self, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
         """The prompt as it was given, or what its tokens say."""
-        if isinstance(prompt, str):
-            return prompt
+        return prompt if isinstance(prompt, str) else self.decode(token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """What tokens say that begin a text."""
         with _tokenizing():
             return Transcript(self._tokenizer.decoder()).feed(token_ids, last=True)
 
