@@ -128,7 +128,7 @@ class Responder(ABC):
     def when_drained(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, once, when `congested` turns false; at once if it is.
 
-        It may write. It is never called after the client has gone.
+        It may write. It is not called after `finish`, nor after the client has gone.
         """
 
     @abstractmethod

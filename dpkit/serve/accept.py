@@ -1,0 +1,74 @@
+"""Accepting connections, come what may. Knows nothing of what is done with them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+import trio
+
+from dpkit.serve.listeners import format_peer
+from dpkit.serve.transport import SocketTransport
+
+if TYPE_CHECKING:
+    from dpkit.serve.listeners import Listener
+    from dpkit.serve.transport import Transport
+
+_log = logging.getLogger(__name__)
+
+_BACK_OFF = 0.1
+"""Seconds, as Trio's own listener has it: short for a client, long for a loop."""
+_BURST = 64
+"""Connections accepted between two checkpoints."""
+_GIVEN_UP = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR}
+"""The client has left the queue, or a firewall has thrown it out."""
+
+
+class Host(Protocol):
+    """Takes clients in."""
+
+    def connect(self, transport: Transport) -> None:
+        """Take over a client."""
+
+    def make_room(self) -> bool:
+        """Close what is of little use, if anything is."""
+
+
+async def accept(listener: Listener, host: Host, patience: float) -> None:
+    """Accept clients until the listener is closed.
+
+    Args:
+        listener: Stays its owner's.
+        host: Who gets them.
+        patience: Of each connection, as `SocketTransport` has it.
+
+    Error handling:
+        Out of descriptors or memory, it waits 100 ms, again and again: clients wait in the kernel's
+        queue, and what is under way goes on.
+    """
+    is_short = False
+    while listener.raw.fileno() != -1:
+        try:
+            await trio.lowlevel.wait_readable(listener.raw)
+            for _ in range(_BURST):
+                _accept_one(listener, host, patience)
+                is_short = False
+        except BlockingIOError:
+            continue
+        except trio.ClosedResourceError:
+            return
+        except OSError as error:
+            if error.errno in _GIVEN_UP:
+                continue
+            if not is_short:
+                _log.error("cannot accept at %s: %s; trying again", listener.address, error)
+            is_short = True
+            host.make_room()
+            await trio.sleep(_BACK_OFF)
+
+
+def _accept_one(listener: Listener, host: Host, patience: float) -> None:
+    raw, name = listener.raw.accept()
+    raw.setblocking(False)
+    host.connect(SocketTransport(raw, format_peer(name), patience))

@@ -1,0 +1,329 @@
+"""One HTTP connection: requests one after another, each under a scope that ends with its client.
+
+The connection's own task reads, all the time, so that it sees a client leave in the midst of an
+answer; a second task runs the handlers. Two more come and go: one while the socket is full, one
+that hangs up politely. Knows nothing of listeners or of other connections.
+
+`Connection.run` owns the transport and all tasks. What goes wrong with one connection ends that
+one.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import trio
+
+from dpkit.nursery.bell import Bell
+from dpkit.serve.exchange import Exchange
+from dpkit.serve.face import Ending
+from dpkit.serve.heads import CONTINUE, JSON, RETRY_AFTER, error_body
+from dpkit.serve.outgoing import Outgoing
+from dpkit.serve.parser import Message, Refusal, RequestParser
+from dpkit.serve.responder import HttpResponder
+from dpkit.serve.site import Answered
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from dpkit.serve.parser import Event
+    from dpkit.serve.site import Site
+    from dpkit.serve.transport import Transport
+
+_log = logging.getLogger(__name__)
+_NEVER = float("inf")
+
+
+class Phase(StrEnum):
+    """What a connection is doing."""
+
+    IDLE = "idle"
+    RECEIVING = "receiving"
+    ANSWERING = "answering"
+    LINGERING = "lingering"
+    """All is said; the client may still read it. What it sends is dropped."""
+    CLOSED = "closed"
+
+
+class Connection:
+    """One client's connection.
+
+    Args:
+        transport: To the client; closed by `run`.
+        site: What the server's connections share.
+    """
+
+    def __init__(self, transport: Transport, site: Site) -> None:
+        self.phase = Phase.IDLE
+        self._transport = transport
+        self._site = site
+        self._limits = site.limits
+        self._parser = RequestParser(site.limits, site.room)
+        self._outgoing = Outgoing(transport, self._spawn, self._lose)
+        self._current: Exchange | None = None
+        """The one whose handler runs."""
+        self._latest: Exchange | None = None
+        """The one that came last: `_current`; or the next one, while that one's handler still
+        cleans up after an answer that the client has."""
+        self._is_last = False
+        """Whether no further request is taken."""
+        self._held = 0
+        self._bell = Bell()
+        self._nursery: trio.Nursery | None = None
+        self._has_worker = False
+        self._enter(Phase.IDLE, site.limits.idle_timeout)
+
+    def __repr__(self) -> str:
+        return f"<Connection of {self._transport.peer}: {self.phase}, {self.unsent} bytes unsent>"
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait for the client to read."""
+        return self._outgoing.unsent
+
+    @property
+    def idle_until(self) -> float | None:
+        """When it would be closed for having no request, None if it has one."""
+        is_idle = self.phase is Phase.IDLE and self._current is None
+        return self._deadline if is_idle else None
+
+    def _enter(self, phase: Phase, seconds: float = _NEVER) -> None:
+        self.phase = phase
+        self._deadline = trio.current_time() + seconds
+
+    def _spawn(self, task: Callable[[], Awaitable[None]]) -> None:
+        if self._nursery is not None:
+            self._nursery.start_soon(task)
+
+    async def run(self) -> None:
+        """Serve the client until either side has had enough."""
+        try:
+            async with trio.open_nursery() as self._nursery:
+                await self._read()
+        except Exception:  # noqa: BLE001 - the other connections go on
+            _log.exception("%s: a fault of the server's own", self)
+        finally:
+            self.close()
+            self._site.room.give_back(self._held)
+            self._bell.retire()
+
+    # What the server asks for. None of these waits.
+
+    def turn_away(self) -> None:
+        """Tell the client, before `run`, that it is one too many."""
+        self._refuse(503, "there are too many connections: try again later")
+
+    def sweep(self, now: float) -> None:
+        """End what has taken too long."""
+        if self._outgoing.unsent:
+            if now - self._outgoing.moved_at >= self._limits.send_timeout:
+                self._stall()
+        elif now >= self._deadline:
+            if self.phase is Phase.RECEIVING:
+                self._refuse(408, "the request did not come in time")
+            else:
+                self.close()
+
+    def retire(self) -> None:
+        """Take no further request: end now, or after the answer to the one under way."""
+        self._is_last = True
+        if self.phase is Phase.IDLE:
+            self._hang_up()
+        elif (exchange := self._unanswered()) is not None:
+            exchange.responder.keep_alive = False
+
+    def abandon(self) -> None:
+        """End now; the handler of a request under way is cancelled, and may have a last word."""
+        self.retire()
+        if self.phase is Phase.RECEIVING:
+            self._refuse(503, "the server is stopping")
+        elif self._latest is not None:
+            self._latest.cancel(Ending.SHUTDOWN)
+
+    def close(self, *, reset: bool = False) -> None:
+        """Be gone, whatever is unsent; harmless if closed."""
+        if self.phase is not Phase.CLOSED:
+            self._enter(Phase.CLOSED)
+            self._parser.close()
+            self._outgoing.drop()
+            self._transport.close(reset=reset)
+            self._bell.ring()
+
+    # The reader.
+
+    async def _read(self) -> None:
+        while self.phase is not Phase.CLOSED:
+            try:
+                data = await self._transport.receive()
+            except OSError:
+                break
+            if not data:
+                break
+            if self.phase is not Phase.LINGERING:
+                self._take(data)
+        self._lose()
+
+    def _take(self, data: bytes) -> None:
+        if (exchange := self._unanswered()) is not None:
+            if data.strip(b"\r\n"):  # which some clients send after a body
+                self._take_no_more(exchange)
+            return
+        for event in self._parser.feed(data):
+            if (exchange := self._unanswered()) is not None:
+                self._take_no_more(exchange)
+                return
+            self._react(event)
+        if self._parser.receiving:
+            if (exchange := self._unanswered()) is not None:
+                self._take_no_more(exchange)
+            elif self.phase is Phase.IDLE:
+                self._enter(Phase.RECEIVING, self._limits.receive_timeout)
+
+    def _unanswered(self) -> Exchange | None:
+        latest = self._latest
+        return None if latest is None or latest.responder.finished else latest
+
+    def _react(self, event: Event) -> None:
+        if isinstance(event, Message):
+            self._begin(event)
+        elif isinstance(event, Refusal):
+            self._refuse(event.status, event.message)
+        else:
+            self._outgoing.send(CONTINUE)
+
+    def _take_no_more(self, exchange: Exchange) -> None:
+        """Refuse to be sent a request before the answer to the last one.
+
+        Its bytes would hide the end of the stream, by which we know that the client has gone. So
+        they are dropped, and the connection ends after the answer: by HTTP's own rules that tells
+        the client to send again what was not answered.
+        """
+        self._is_last = True
+        exchange.responder.keep_alive = False
+        self._parser.close()
+
+    def _begin(self, message: Message) -> None:
+        self._is_last = self._is_last or not message.keep_alive
+        self._held += len(message.body)
+        request = self._site.request(message, self._transport.peer)
+        responder = HttpResponder(
+            request=request,
+            keep_alive=not self._is_last,
+            max_unsent=self._limits.max_unsent,
+            outgoing=self._outgoing,
+            heads=self._site.heads,
+            on_finished=self._finished,
+            on_stalled=self._stall,
+            on_failed=self._fail,
+        )
+        self._enter(Phase.ANSWERING)
+        began_at = trio.current_time()
+        self._latest = Exchange(request=request, responder=responder, began_at=began_at)
+        if self._current is None:
+            self._current = self._latest
+            self._bell.ring()
+            if not self._has_worker:
+                self._has_worker = True
+                self._spawn(self._work)
+
+    def _lose(self) -> None:
+        """The client has gone: so ends what is done for it."""
+        if (exchange := self._unanswered()) is not None:
+            exchange.cancel(Ending.CLIENT_GONE)
+        self.close()
+
+    def _stall(self) -> None:
+        """The client reads nothing: so ends what is done for it."""
+        if (exchange := self._unanswered()) is not None:
+            exchange.cancel(Ending.STALLED)
+        self.close(reset=True)
+
+    def _fail(self) -> None:
+        if (exchange := self._unanswered()) is not None:
+            exchange.cancel(Ending.FAILED)
+
+    # The worker.
+
+    async def _work(self) -> None:
+        while True:
+            if (exchange := self._current) is not None:
+                await self._answer(exchange)
+                self._current = None if self._latest is exchange else self._latest
+            elif self.phase is Phase.CLOSED:
+                return
+            else:
+                await self._bell.wait()
+
+    async def _answer(self, exchange: Exchange) -> None:
+        responder, size = exchange.responder, len(exchange.request.body)
+        try:
+            await exchange.run(self._site.handler)
+        finally:
+            self._held -= size
+            self._site.room.give_back(size)
+            if not responder.finished and self.phase is not Phase.CLOSED:
+                self._conclude(exchange)
+            self._site.tell(exchange.answered())
+
+    def _conclude(self, exchange: Exchange) -> None:
+        if exchange.responder.status is None:
+            exchange.say_why()
+        else:
+            # Cut off so that nobody takes it for complete: where the framing does not show that,
+            # by a reset.
+            self._hang_up(reset=not exchange.responder.shows_cut)
+
+    def _finished(self) -> None:
+        """The client has its answer, and may ask again."""
+        if self.phase is not Phase.ANSWERING or self._latest is None:
+            return
+        self._latest.ended_at = trio.current_time()
+        if self._is_last or not self._latest.responder.keep_alive:
+            self._hang_up()
+        else:
+            self._enter(Phase.IDLE, self._limits.idle_timeout)
+
+    # The end.
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = error_body(status, message)
+        headers = (JSON, RETRY_AFTER) if status == 503 else (JSON,)
+        own = b"content-length: %d\r\nconnection: close\r\n" % len(body)
+        self._outgoing.send(self._site.heads.write(status, headers, own) + body)
+        self._site.tell(
+            Answered(
+                request=None,
+                peer=self._transport.peer,
+                status=status,
+                ending=Ending.FINISHED,
+                body_sent=len(body),
+                seconds=0.0,
+            )
+        )
+        self._hang_up()
+
+    def _hang_up(self, *, reset: bool = False) -> None:
+        """Say no more than what is on its way, and give the client time to read that.
+
+        To close at once would reset the connection if the client still sends, and a reset may
+        destroy at the client what it has not read yet.
+        """
+        if self.phase in {Phase.LINGERING, Phase.CLOSED}:
+            return
+        self._is_last = True
+        self._parser.close()
+        self._enter(Phase.LINGERING)
+        self._outgoing.when_drained(self._reset if reset else self._shut_down)
+
+    def _reset(self) -> None:
+        self.close(reset=True)
+
+    def _shut_down(self) -> None:
+        if self.phase is Phase.CLOSED:
+            return
+        self._enter(Phase.LINGERING, self._limits.linger)
+        with suppress(OSError):
+            self._transport.shut_down()

@@ -1,0 +1,106 @@
+"""What all connections of one server share: handler, limits, and who is told of every answer.
+
+Knows nothing of sockets and tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING, TypeAlias
+
+from attrs import define, field, frozen
+
+from dpkit.serve.face import Ending, Request
+from dpkit.serve.heads import HeadWriter
+from dpkit.serve.limits import HttpLimits, Room
+
+if TYPE_CHECKING:
+    from dpkit.serve.face import Handler
+    from dpkit.serve.parser import Message
+
+_log = logging.getLogger(__name__)
+_access = logging.getLogger("dpkit.serve.access")
+
+CLIENT_CLOSED = 499
+"""What logs and metrics say where no status was sent since nobody was there: nginx's number."""
+_GOOD_ID = re.compile(rb"[!-~]{1,128}")
+
+
+@frozen(kw_only=True, eq=False)
+class Answered:
+    """One answer that has ended, for logs and metrics."""
+
+    request: Request | None
+    """None: what came was no request."""
+    peer: str
+    status: int
+    """As sent; 499 if the client left before the answer was complete."""
+    ending: Ending
+    body_sent: int
+    seconds: float
+    """From the complete request to the end of its answer."""
+
+
+Observer: TypeAlias = Callable[[Answered], None]
+
+
+@define(kw_only=True, eq=False)
+class Site:
+    """Made by the server, for all its connections."""
+
+    handler: Handler
+    limits: HttpLimits = field(factory=HttpLimits)
+    heads: HeadWriter = field(factory=HeadWriter)
+    observer: Observer | None = None
+    room: Room = field(init=False)
+    answered: int = 0
+    """Answers that have ended so far."""
+    _prefix: str = field(factory=lambda: os.urandom(6).hex(), init=False)
+    _numbers: count[int] = field(factory=count, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.room = Room(self.limits.max_bodies)
+
+    def request(self, message: Message, peer: str) -> Request:
+        """Make the request that a handler sees."""
+        return Request(
+            method=message.method,
+            path=message.path,
+            query=message.query,
+            headers=message.headers,
+            body=message.body,
+            peer=peer,
+            id=self._id_of(message.headers),
+            target=message.target,
+            http_version=message.version,
+        )
+
+    def _id_of(self, headers: tuple[tuple[bytes, bytes], ...]) -> str:
+        for name, value in headers:
+            if name == b"x-request-id" and _GOOD_ID.fullmatch(value):
+                return value.decode("ascii")
+        return f"req-{self._prefix}-{next(self._numbers):x}"
+
+    def tell(self, answered: Answered) -> None:
+        """Log an answer, and have the observer know. What the observer raises is its own affair."""
+        self.answered += 1
+        if _access.isEnabledFor(logging.INFO):
+            _access.info("%s", _line(answered))
+        if self.observer is not None:
+            try:
+                self.observer(answered)
+            except Exception:  # noqa: BLE001 - it is told, not asked
+                _log.exception("the observer of answers failed")
+
+
+def _line(answered: Answered) -> str:
+    request = answered.request
+    what = f"{request.id} {request.method} {request.path!r}" if request else "no request"
+    return (
+        f"{answered.peer} {what} {answered.status} {answered.ending} "
+        f"{answered.body_sent} bytes {answered.seconds:.3f} s"
+    )

@@ -1,0 +1,130 @@
+"""What a connection needs of the world: bytes in, bytes out without waiting, and an end.
+
+`SocketTransport` is that over a stream socket, by Trio's public waiting calls and nothing else:
+Trio's own `send_all` takes locks and a checkpoint for each call, which is more than the call itself
+costs. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+CHUNK = 64 * 1024
+"""Most bytes of one receive."""
+_UNSENT_IN_KERNEL = 64 * 1024
+# Not in every version of the socket module; Linux has had it since 3.12.
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+class Transport(Protocol):
+    """One connection's bytes. What the world does comes out as OSError, also after `close`."""
+
+    peer: str
+    """Who is at the other end, for logs."""
+
+    async def receive(self) -> bytes:
+        """Wait for bytes, a checkpoint in any case; empty at the end of what the peer sends."""
+
+    def send_nowait(self, data: bytes | bytearray) -> int:
+        """Send what there is room for; how many bytes that was, 0 if there is no room."""
+
+    async def wait_writable(self) -> None:
+        """Wait until there may be room."""
+
+    def shut_down(self) -> None:
+        """Tell the peer that nothing more comes. Receiving goes on."""
+
+    def close(self, *, reset: bool = False) -> None:
+        """Close at once, and wake whoever waits; harmless if closed.
+
+        Args:
+            reset: Drop what the peer has not taken, and tell it so. Without, the kernel goes on
+                delivering it for as long as the peer lets it.
+        """
+
+
+class SocketTransport:
+    """A connected stream socket, TCP or Unix.
+
+    Args:
+        raw: Non-blocking. This object closes it.
+        peer: As in `Transport`.
+        patience: Seconds after which a peer that acknowledges nothing is gone.
+    """
+
+    def __init__(self, raw: socket.socket, peer: str, patience: float) -> None:
+        self.peer = peer
+        self._raw = raw
+        with suppress(OSError):  # a peer that has gone already, or a kernel without an option
+            _set_options(raw, patience)
+
+    async def receive(self) -> bytes:
+        """As `Transport` says."""
+        while True:
+            await self._wait(trio.lowlevel.wait_readable)
+            with suppress(BlockingIOError):
+                return self._raw.recv(CHUNK)
+
+    def send_nowait(self, data: bytes | bytearray) -> int:
+        """As `Transport` says."""
+        try:
+            return self._raw.send(data)
+        except BlockingIOError:
+            return 0
+
+    async def wait_writable(self) -> None:
+        """As `Transport` says."""
+        await self._wait(trio.lowlevel.wait_writable)
+
+    def shut_down(self) -> None:
+        """As `Transport` says."""
+        self._raw.shutdown(socket.SHUT_WR)
+
+    def close(self, *, reset: bool = False) -> None:
+        """As `Transport` says."""
+        if self._raw.fileno() == -1:
+            return
+        trio.lowlevel.notify_closing(self._raw)
+        if reset:
+            with suppress(OSError):
+                self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self._raw.close()
+
+    async def _wait(self, wait: Callable[[socket.socket], Awaitable[None]]) -> None:
+        if self._raw.fileno() == -1:
+            await trio.lowlevel.checkpoint()
+            raise _closed()
+        try:
+            await wait(self._raw)
+        except trio.ClosedResourceError as error:
+            raise _closed() from error
+
+
+def _closed() -> OSError:
+    return OSError(errno.EBADF, "the connection was closed here")
+
+
+def _set_options(raw: socket.socket, patience: float) -> None:
+    """Bound what waits in the kernel, send small chunks at once, and notice who has vanished."""
+    if raw.family == socket.AF_UNIX:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT_IN_KERNEL)
+        return
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host that is gone without a word is noticed while idle too, and frees what it holds here.
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(patience * 1000))
+    # The kernel would buffer megabytes for a client that does not read: it would be noticed late.
+    raw.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL)
