@@ -98,8 +98,8 @@ class RequestParser:
             self._opening = data
         self._raw += len(data)
         self._parse(data)
-        self._opening = b""
         if not self.receiving:
+            self._opening = b""
             self._raw = 0
         elif not self._refused:
             self._check_incomplete()
@@ -196,6 +196,7 @@ class RequestParser:
         """Check the head before anything of the body is taken."""
         if self._refused or self._head is not None:
             return
+        self._opening = b""
         try:
             self._head = self._check_head()
         except _RefusedError as error:
