@@ -33,10 +33,8 @@ GOOD = {
     "empty lines before": b"\r\n\r\n" + GET + b"\r\n",
     "HTTP/1.0": b"GET / HTTP/1.0\r\n\r\n",
     "proxy's form": b"GET http://a:80/x HTTP/1.1\r\nHost: a\r\n\r\n",
-    "another protocol": POST
-    + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 5\r\n\r\nhello",
-    "another, in chunks": POST
-    + b"Connection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    "another protocol": POST + UPGRADE + b"Content-Length: 5\r\n\r\nhello",
+    "another, in chunks": POST + UPGRADE + CHUNKS + b"5\r\nhello\r\n0\r\n\r\n",
     "another, no body": GET + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
     "odd letters": GET + b"X: caf\xc3\xa9\xff\r\n\r\n",
     "empty header": GET + b"X:\r\nY:   \r\n\r\n",
@@ -110,10 +108,7 @@ BAD = {
     "many headers": (431, GET + b"X: y\r\n" * 300 + b"\r\n"),
     "many trailers": (431, CHUNKED + b"0\r\n" + b"X: y\r\n" * 300 + b"\r\n"),
     "long body": (413, POST + b"Content-Length: 2049\r\n\r\n"),
-    "many chunks": (
-        413,
-        CHUNKED + b"400\r\n" + b"a" * 1024 + b"\r\n400\r\n" + b"a" * 1024 + b"\r\n1",
-    ),
+    "many chunks": (413, CHUNKED + (b"400\r\n" + b"a" * 1024 + b"\r\n") * 2 + b"1\r\na\r\n"),
     "much framing": (413, CHUNKED + b"1;" + b"x" * 4000 + b"\r\n"),
 }
 
