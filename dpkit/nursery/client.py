@@ -232,6 +232,14 @@ class Client:
         """
         return self._maker.encoder.decode(token_ids)
 
+    def spell(self, token_id: int) -> str:
+        """Text of one token in the midst of others; empty if it has none.
+
+        Raises:
+            RequestRejected: the model's tokenizer cannot read it.
+        """
+        return self._maker.encoder.spell(token_id)
+
     def statistics(self) -> ClientStatistics:
         """Counts of this client; never waits."""
         flights = self._flights

@@ -57,6 +57,12 @@ class Encoder:
         with _tokenizing():
             return Transcript(self._tokenizer.decoder()).feed(token_ids, last=True)
 
+    def spell(self, token_id: int) -> str:
+        """What one token says in the midst of a text."""
+        with _tokenizing():
+            decoder = self._tokenizer.decoder((token_id,))  # as the first it may lose a blank
+            return decoder.feed((token_id,)) + decoder.finish()
+
     def decoder(self, token_ids: tuple[int, ...]) -> TextDecoder:
         """Make a fresh decoder for what follows these tokens."""
         with _tokenizing():

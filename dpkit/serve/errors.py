@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dpkit.errors import DpkitError, EngineLost, TryLater
+from dpkit.errors import DpkitError, TryLater
 
 if TYPE_CHECKING:
     from dpkit.serve.face import Headers, Responder
@@ -22,8 +22,8 @@ JSON = (b"content-type", b"application/json")
 _log = logging.getLogger(__name__)
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
-_LOST_RETRY_S = 1.0
-"""What is said to a client whose engine was lost: the others take it at once."""
+_RETRY_S = 1.0
+"""What is said to a client whose engine was lost, say: the others take it at once."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -100,8 +100,8 @@ def api_error(error: Exception, request_id: str) -> ApiError:
     retry_after = None
     if isinstance(error, TryLater):
         retry_after = error.retry_after
-    elif isinstance(error, EngineLost):
-        retry_after = _LOST_RETRY_S
+    elif error.retryable:
+        retry_after = _RETRY_S
     return ApiError(error.http_status, str(error), code=_code(error), retry_after=retry_after)
 
 
