@@ -70,6 +70,9 @@ class Connection:
         cleans up after an answer that the client has."""
         self._is_last = False
         """Whether no further request is taken."""
+        self._is_retired = False
+        self._has_unread = False
+        """Whether the client sends, or may send, what nobody will look at."""
         self._held = 0
         self._bell = Bell()
         self._nursery: trio.Nursery | None = None
@@ -129,9 +132,11 @@ class Connection:
 
     def retire(self) -> None:
         """Take no further request: end now, or after the answer to the one under way."""
-        self._is_last = True
+        self._is_last = self._is_retired = True
         if self.phase is Phase.IDLE:
             self._hang_up()
+        elif self.phase is Phase.LINGERING and not self.unsent:
+            self._shut_down()
         elif (exchange := self._unanswered()) is not None:
             exchange.responder.keep_alive = False
 
@@ -201,7 +206,7 @@ class Connection:
         they are dropped, and the connection ends after the answer: by HTTP's own rules that tells
         the client to send again what was not answered.
         """
-        self._is_last = True
+        self._is_last = self._has_unread = True
         exchange.responder.keep_alive = False
         self._parser.close()
 
@@ -289,6 +294,7 @@ class Connection:
     # The end.
 
     def _refuse(self, status: int, message: str) -> None:
+        self._has_unread = True
         body = error_body(status, message)
         headers = (JSON, RETRY_AFTER) if status == 503 else (JSON,)
         own = b"content-length: %d\r\nconnection: close\r\n" % len(body)
@@ -309,7 +315,8 @@ class Connection:
         """Say no more than what is on its way, and give the client time to read that.
 
         To close at once would reset the connection if the client still sends, and a reset may
-        destroy at the client what it has not read yet.
+        destroy at the client what it has not read yet. Only a server that stops does not wait for
+        clients of which that is not to be expected: they may keep a connection for later.
         """
         if self.phase in {Phase.LINGERING, Phase.CLOSED}:
             return
@@ -322,8 +329,9 @@ class Connection:
         self.close(reset=True)
 
     def _shut_down(self) -> None:
-        if self.phase is Phase.CLOSED:
-            return
-        self._enter(Phase.LINGERING, self._limits.linger)
-        with suppress(OSError):
-            self._transport.shut_down()
+        if self._is_retired and not self._has_unread:
+            self.close()
+        elif self.phase is Phase.LINGERING:
+            self._enter(Phase.LINGERING, self._limits.linger)
+            with suppress(OSError):
+                self._transport.shut_down()

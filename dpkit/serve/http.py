@@ -31,6 +31,9 @@ _LAST_WORDS = 1.0
 _TURNED_AWAY = 64
 """Connections beyond the limit that are told so at the same time; others are just closed."""
 
+_CROWDED = 0.1
+"""Seconds for which nobody looks for idle connections again if there were none."""
+
 
 @frozen(kw_only=True)
 class HttpStatistics:
@@ -219,7 +222,7 @@ class HttpServer:
             ((until, each) for until, each in idle if until is not None), key=lambda pair: pair[0]
         )
         if not ranked:
-            self._crowded_until = now + self._site.limits.tick
+            self._crowded_until = now + _CROWDED
             return False
         for _, connection in ranked[: max(1, len(self._connections) // 64)]:
             connection.close()
