@@ -6,7 +6,7 @@ client that has gone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -37,28 +37,27 @@ _BETWEEN = 16
 
 async def complete(front: Front, request: Request, responder: Responder) -> None:
     """Answer ``/v1/completions``."""
-    order = await read(read_completion, request.body)
+    order = await read(read_completion, request.body, front.check_model)
     await _generate(front, request, responder, order, Kind.COMPLETION)
 
 
 async def chat(front: Front, request: Request, responder: Responder) -> None:
     """Answer ``/v1/chat/completions``."""
-    order = await read(read_chat, request.body)
+    order = await read(read_chat, request.body, front.check_model)
     await _generate(front, request, responder, order, Kind.CHAT)
 
 
-async def read(reader: Callable[[bytes], T], body: bytes) -> T:
-    """Read a body; a long one in a thread."""
+async def read(reader: Callable[..., T], body: bytes, *more: Any) -> T:
+    """Call a reader of bodies; with a long one in a thread."""
     if len(body) <= _AT_ONCE:
-        return reader(body)
-    return await trio.to_thread.run_sync(reader, body, abandon_on_cancel=True)
+        return reader(body, *more)
+    return await trio.to_thread.run_sync(reader, body, *more, abandon_on_cancel=True)
 
 
 async def _generate(
     front: Front, request: Request, responder: Responder, order: Order, kind: Kind
 ) -> None:
     received_at = trio.current_time()
-    front.check_model(order.model)  # and that there is one
     name = front.name(f"{kind}-{request.id}")
     form = Form(kind=kind, id=name, model=front.model, usage=order.usage)
     answer = (Streamed if order.stream else Whole)(

@@ -5,6 +5,7 @@ Those that generate text are `dpkit.serve.generation`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -64,7 +65,7 @@ def _model(front: Front) -> dict[str, Any]:
 
 async def tokenize(front: Front, request: Request, responder: Responder) -> None:
     """Answer with the token ids of a text or a conversation."""
-    asked = await read(lambda body: decode_body(_TOKENIZE, body), request.body)
+    asked = await read(partial(decode_body, _TOKENIZE), request.body)
     front.check_model(asked.model)
     tokens = await front.encode(_prompt(asked))
     told = {"count": len(tokens), "max_model_len": front.cluster.longest, "tokens": tokens}
@@ -81,7 +82,7 @@ def _prompt(asked: TokenizeBody) -> Prompt:
 
 async def detokenize(front: Front, request: Request, responder: Responder) -> None:
     """Answer with the text of token ids."""
-    asked = await read(lambda body: decode_body(_DETOKENIZE, body), request.body)
+    asked = await read(partial(decode_body, _DETOKENIZE), request.body)
     front.check_model(asked.model)
     responder.respond(200, (JSON,), encode({"prompt": await front.decode(asked.tokens)}))
 

@@ -7,7 +7,7 @@ cannot be obeyed are refused by name. Knows no model: whether a prompt fits is f
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 from attrs import evolve, fields, frozen
@@ -16,9 +16,11 @@ from dpkit.sampling import MOST_TOKENS, SamplingParams, shown
 from dpkit.serve.errors import bad_request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dpkit.nursery.prompts import Prompt
+
+    CheckModel: TypeAlias = Callable[[str | None], None]
 
 MOST_ANSWERS = 1024
 """Answers that one request may ask for: its prompts times `n`."""
@@ -108,7 +110,6 @@ class ChatBody(_Body, kw_only=True):
 class Order:
     """What is to be generated, and what of it is to be told."""
 
-    model: str | None
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     """But for `max_tokens`, if `max_tokens` is None here."""
@@ -133,13 +134,22 @@ class Order:
         return evolve(self.sampling, max_tokens=min(room, MOST_TOKENS))
 
 
-def read_completion(body: bytes) -> Order:
+def _any_model(asked: str | None) -> None:
+    """Take whatever is asked for."""
+
+
+def read_completion(body: bytes, check_model: CheckModel = _any_model) -> Order:
     """Read a body of ``/v1/completions``.
 
+    Args:
+        body: As it came.
+        check_model: Refuses a model before anything else is looked at; None: none was named.
+
     Raises:
-        ApiError: 400, with the field that is wrong.
+        ApiError: 400, with the field that is wrong. What `check_model` raises.
     """
     asked = decode_body(_COMPLETION, body)
+    check_model(asked.model)
     if asked.best_of not in {None, 1} and asked.best_of != asked.n:
         raise bad_request(
             f"best_of = {asked.best_of} cannot be had: all answers are returned, none is chosen; "
@@ -163,13 +173,10 @@ def read_completion(body: bytes) -> Order:
     )
 
 
-def read_chat(body: bytes) -> Order:
-    """Read a body of ``/v1/chat/completions``.
-
-    Raises:
-        ApiError: 400, with the field that is wrong.
-    """
+def read_chat(body: bytes, check_model: CheckModel = _any_model) -> Order:
+    """Read a body of ``/v1/chat/completions``; as `read_completion` otherwise."""
     asked = decode_body(_CHAT, body)
+    check_model(asked.model)
     if asked.tool_choice not in (None, "none", "auto"):
         raise bad_request("no tool can be called here; leave tool_choice out", "tool_choice")
     for name in ("functions", "audio"):
@@ -243,7 +250,6 @@ def _order(
     if options is not None and not asked.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     return Order(
-        model=asked.model,
         prompts=prompts,
         sampling=_sampling(asked, max_tokens, n, told),
         max_tokens=max_tokens,
