@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 
 _BACK_OFF = 0.1
 """Seconds, as Trio's own listener has it: short for a client, long for a loop."""
+_USELESS = 1.0
+"""Seconds without a request after which a connection may be closed for one that waits."""
 _BURST = 64
 """Connections accepted between two checkpoints."""
 _GIVEN_UP = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR}
@@ -31,8 +33,8 @@ class Host(Protocol):
     def connect(self, transport: Transport) -> None:
         """Take over a client."""
 
-    def make_room(self) -> bool:
-        """Close what is of little use, if anything is."""
+    def make_room(self, *, idle_for: float) -> bool:
+        """Close what has been of no use for so many seconds, if anything has."""
 
 
 async def accept(listener: Listener, host: Host, patience: float) -> None:
@@ -44,8 +46,8 @@ async def accept(listener: Listener, host: Host, patience: float) -> None:
         patience: Of each connection, as `SocketTransport` has it.
 
     Error handling:
-        Out of descriptors or memory, it waits 100 ms, again and again: clients wait in the kernel's
-        queue, and what is under way goes on.
+        Out of descriptors or memory, it closes some idle connections, if there are any, and waits
+        100 ms, again and again: clients wait in the kernel's queue, what is under way goes on.
     """
     is_short = False
     while listener.raw.fileno() != -1:
@@ -64,7 +66,7 @@ async def accept(listener: Listener, host: Host, patience: float) -> None:
             if not is_short:
                 _log.error("cannot accept at %s: %s; trying again", listener.address, error)
             is_short = True
-            host.make_room()
+            host.make_room(idle_for=_USELESS)
             await trio.sleep(_BACK_OFF)
 
 

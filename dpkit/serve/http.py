@@ -208,18 +208,23 @@ class HttpServer:
             if not self._connections:
                 self._departures.unpark_all()
 
-    def make_room(self) -> bool:
+    def make_room(self, *, idle_for: float = 0.0) -> bool:
         """Close some of the connections that have been idle the longest; whether there were any.
 
         Several at a time, and no look for some while if there were none: a crowd at the door must
         not have us look at all connections for each of its members.
+
+        Args:
+            idle_for: Spare those that have been idle for less, in seconds.
         """
         now = trio.current_time()
         if now < self._crowded_until:
             return False
+        latest = now - idle_for + self._site.limits.idle_timeout
         idle = [(each.idle_until, each) for each in self._connections]
         ranked = sorted(
-            ((until, each) for until, each in idle if until is not None), key=lambda pair: pair[0]
+            ((until, each) for until, each in idle if until is not None and until <= latest),
+            key=lambda pair: pair[0],
         )
         if not ranked:
             self._crowded_until = now + _CROWDED

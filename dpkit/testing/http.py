@@ -230,7 +230,7 @@ class ReplyReader:
         self.is_complete = False
         self._head_only = head_only
         self._headers: dict[str, str] = {}
-        self._body = b""
+        self._body = bytearray()
         self._status = 0
         self._parser = httptools.HttpResponseParser(self)
 
@@ -243,7 +243,7 @@ class ReplyReader:
         return Reply(
             status=self._status,
             headers=self._headers,
-            body=self._body,
+            body=bytes(self._body),
             is_complete=self.is_complete,
         )
 
