@@ -6,9 +6,10 @@ import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from attrs import define
+from attrs import define, evolve
 
 from dpkit.config.load import parse_config
+from dpkit.engine.models.echo import EchoModel
 from dpkit.nursery.cluster import open_cluster
 from dpkit.serve.front import Front
 from dpkit.serve.routes import ADMIN, API, Router
@@ -16,11 +17,13 @@ from dpkit.serve.service import limits_of
 from dpkit.serve.transport import CHUNK
 from dpkit.testing.http import Client, open_server
 from dpkit.testing.idle import check_idle
+from tests.nursery.lab import STEP_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from dpkit.config.schema import Config
+    from dpkit.messages import Batch, StepResult
     from dpkit.nursery.cluster import Cluster
     from dpkit.serve.front import Generated
     from dpkit.serve.http import HttpServer
@@ -28,10 +31,16 @@ if TYPE_CHECKING:
     from dpkit.testing.http import Reply
 
 ECHO = "[[engines]]\nname = 'e'\nmodel = 'echo'\ncount = 2\n"
-SLOW = "[[engines]]\nname = 'e'\nmodel = 'tests.nursery.lab:Timed'\ncount = 2\n"
-"""100 ms a step; says what it was told, without end if `ignore_eos`."""
+SLOW = f"[[engines]]\nname = 'e'\nmodel = '{__name__}:Steady'\ncount = 2\n"
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+class Steady(EchoModel):
+    """100 ms a step; says what it was told, without end if `ignore_eos`."""
+
+    def execute(self, batch: Batch, cache: Any) -> StepResult:
+        return evolve(super().execute(batch, cache), duration_s=STEP_S)
 
 
 @define(eq=False)

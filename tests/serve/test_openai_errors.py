@@ -201,8 +201,10 @@ class TestKeys:
             assert (await desk.post("/admin/drain", {}, **user)).status == 401
             assert (await desk.post("/admin/drain", {}, **admin)).status == 200
 
-    @pytest.mark.usefixtures("autojump_clock")
-    async def test_K05_each_key_is_a_tenant_of_its_own(self) -> None:
+    async def test_K05_each_key_is_a_tenant_of_its_own(
+        self,
+        autojump_clock: Any,  # noqa: ARG002
+    ) -> None:
         toml = ONE_AT_ONCE.replace("max_queued = 1\n", "max_queued = 9\n")
         toml = f"{toml}[server]\napi_key_env = 'TEST_KEYS'\n".replace("'3s'", "'60s'")
         async with open_desk(toml) as desk, trio.open_nursery() as nursery:
