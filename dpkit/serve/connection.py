@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from dpkit.nursery.bell import Bell
-from dpkit.serve.exchange import Exchange
+from dpkit.serve.exchange import handle, record, say_why
 from dpkit.serve.face import Ending
 from dpkit.serve.heads import CONTINUE, JSON, RETRY_AFTER, error_body
 from dpkit.serve.outgoing import Outgoing
@@ -58,14 +58,16 @@ class Connection:
 
     def __init__(self, transport: Transport, site: Site) -> None:
         self.phase = Phase.IDLE
+        self.heads = site.heads
+        self.max_unsent = site.limits.max_unsent
+        self.outgoing = Outgoing(transport, self._spawn, self._lose)
         self._transport = transport
         self._site = site
         self._limits = site.limits
-        self._parser = RequestParser(site.limits, site.room)
-        self._outgoing = Outgoing(transport, self._spawn, self._lose)
-        self._current: Exchange | None = None
+        self._parser = RequestParser(site.limits, site.room, transport.peer, site.new_id)
+        self._current: HttpResponder | None = None
         """The one whose handler runs."""
-        self._latest: Exchange | None = None
+        self._latest: HttpResponder | None = None
         """The one that came last: `_current`; or the next one, while that one's handler still
         cleans up after an answer that the client has."""
         self._is_last = False
@@ -74,10 +76,12 @@ class Connection:
         self._has_unread = False
         """Whether the client sends, or may send, what nobody will look at."""
         self._held = 0
+        # One scope for all handlers: when one is cancelled the connection ends with it.
+        self._scope = trio.CancelScope()
         self._bell = Bell()
         self._nursery: trio.Nursery | None = None
         self._has_worker = False
-        self._enter(Phase.IDLE, site.limits.idle_timeout)
+        self._deadline = trio.current_time() + site.limits.idle_timeout
 
     def __repr__(self) -> str:
         return f"<Connection of {self._transport.peer}: {self.phase}, {self.unsent} bytes unsent>"
@@ -85,7 +89,7 @@ class Connection:
     @property
     def unsent(self) -> int:
         """Bytes that wait for the client to read."""
-        return self._outgoing.unsent
+        return self.outgoing.unsent
 
     @property
     def idle_until(self) -> float | None:
@@ -121,9 +125,9 @@ class Connection:
 
     def sweep(self, now: float) -> None:
         """End what has taken too long."""
-        if self._outgoing.unsent:
-            if now - self._outgoing.moved_at >= self._limits.send_timeout:
-                self._stall()
+        if self.outgoing.unsent:
+            if now - self.outgoing.moved_at >= self._limits.send_timeout:
+                self.stalled()
         elif now >= self._deadline:
             if self.phase is Phase.RECEIVING:
                 self._refuse(408, "the request did not come in time")
@@ -137,23 +141,23 @@ class Connection:
             self._hang_up()
         elif self.phase is Phase.LINGERING and not self.unsent:
             self._shut_down()
-        elif (exchange := self._unanswered()) is not None:
-            exchange.responder.keep_alive = False
+        elif (responder := self._unanswered()) is not None:
+            responder.keep_alive = False
 
     def abandon(self) -> None:
         """End now; the handler of a request under way is cancelled, and may have a last word."""
         self.retire()
         if self.phase is Phase.RECEIVING:
             self._refuse(503, "the server is stopping")
-        elif self._latest is not None:
-            self._latest.cancel(Ending.SHUTDOWN)
+        else:
+            self._cancel(Ending.SHUTDOWN)
 
     def close(self, *, reset: bool = False) -> None:
         """Be gone, whatever is unsent; harmless if closed."""
         if self.phase is not Phase.CLOSED:
             self._enter(Phase.CLOSED)
             self._parser.close()
-            self._outgoing.drop()
+            self.outgoing.drop()
             self._transport.close(reset=reset)
             self._bell.ring()
 
@@ -172,24 +176,24 @@ class Connection:
         self._lose()
 
     def _take(self, data: bytes) -> None:
-        if (exchange := self._unanswered()) is not None:
+        if (responder := self._unanswered()) is not None:
             if data.strip(b"\r\n"):  # which some clients send after a body
-                self._take_no_more(exchange)
+                self._take_no_more(responder)
             return
         for event in self._parser.feed(data):
-            if (exchange := self._unanswered()) is not None:
-                self._take_no_more(exchange)
+            if (responder := self._unanswered()) is not None:
+                self._take_no_more(responder)
                 return
             self._react(event)
         if self._parser.receiving:
-            if (exchange := self._unanswered()) is not None:
-                self._take_no_more(exchange)
+            if (responder := self._unanswered()) is not None:
+                self._take_no_more(responder)
             elif self.phase is Phase.IDLE:
                 self._enter(Phase.RECEIVING, self._limits.receive_timeout)
 
-    def _unanswered(self) -> Exchange | None:
+    def _unanswered(self) -> HttpResponder | None:
         latest = self._latest
-        return None if latest is None or latest.responder.finished else latest
+        return None if latest is None or latest.is_finished else latest
 
     def _react(self, event: Event) -> None:
         if isinstance(event, Message):
@@ -197,9 +201,9 @@ class Connection:
         elif isinstance(event, Refusal):
             self._refuse(event.status, event.message)
         else:
-            self._outgoing.send(CONTINUE)
+            self.outgoing.send(CONTINUE)
 
-    def _take_no_more(self, exchange: Exchange) -> None:
+    def _take_no_more(self, responder: HttpResponder) -> None:
         """Refuse to be sent a request before the answer to the last one.
 
         Its bytes would hide the end of the stream, by which we know that the client has gone. So
@@ -207,89 +211,89 @@ class Connection:
         the client to send again what was not answered.
         """
         self._is_last = self._has_unread = True
-        exchange.responder.keep_alive = False
+        responder.keep_alive = False
         self._parser.close()
 
     def _begin(self, message: Message) -> None:
-        self._is_last = self._is_last or not message.keep_alive
-        self._held += len(message.body)
-        request = self._site.request(message, self._transport.peer)
-        responder = HttpResponder(
-            request=request,
-            keep_alive=not self._is_last,
-            max_unsent=self._limits.max_unsent,
-            outgoing=self._outgoing,
-            heads=self._site.heads,
-            on_finished=self._finished,
-            on_stalled=self._stall,
-            on_failed=self._fail,
-        )
-        self._enter(Phase.ANSWERING)
-        began_at = trio.current_time()
-        self._latest = Exchange(request=request, responder=responder, began_at=began_at)
+        if not message.keep_alive:
+            self._is_last = True
+        self._held += len(message.request.body)
+        responder = HttpResponder(message.request, not self._is_last, self, trio.current_time())
+        self.phase, self._deadline = Phase.ANSWERING, _NEVER
+        self._latest = responder
         if self._current is None:
-            self._current = self._latest
+            self._current = responder
             self._bell.ring()
             if not self._has_worker:
                 self._has_worker = True
                 self._spawn(self._work)
 
+    # What a request may come to, besides its answer.
+
+    def _cancel(self, ending: Ending) -> None:
+        """Cancel the handler, unless its answer is complete; it may still clean up as it likes."""
+        responder = self._unanswered()
+        if responder is not None and responder.ending is None:
+            responder.end(ending)
+            if responder is self._current:
+                self._scope.cancel()
+
     def _lose(self) -> None:
         """The client has gone: so ends what is done for it."""
-        if (exchange := self._unanswered()) is not None:
-            exchange.cancel(Ending.CLIENT_GONE)
+        self._cancel(Ending.CLIENT_GONE)
         self.close()
 
-    def _stall(self) -> None:
+    def stalled(self) -> None:
         """The client reads nothing: so ends what is done for it."""
-        if (exchange := self._unanswered()) is not None:
-            exchange.cancel(Ending.STALLED)
+        self._cancel(Ending.STALLED)
         self.close(reset=True)
 
-    def _fail(self) -> None:
-        if (exchange := self._unanswered()) is not None:
-            exchange.cancel(Ending.FAILED)
+    def failed(self) -> None:
+        """What the handler has left to be called has raised."""
+        self._cancel(Ending.FAILED)
 
     # The worker.
 
     async def _work(self) -> None:
-        while True:
-            if (exchange := self._current) is not None:
-                await self._answer(exchange)
-                self._current = None if self._latest is exchange else self._latest
-            elif self.phase is Phase.CLOSED:
-                return
-            else:
-                await self._bell.wait()
+        with self._scope:
+            while True:
+                if (responder := self._current) is not None:
+                    await self._answer(responder)
+                    self._current = None if self._latest is responder else self._latest
+                elif self.phase is Phase.CLOSED:
+                    return
+                else:
+                    await self._bell.wait()
 
-    async def _answer(self, exchange: Exchange) -> None:
-        responder, size = exchange.responder, len(exchange.request.body)
+    async def _answer(self, responder: HttpResponder) -> None:
         try:
-            await exchange.run(self._site.handler)
+            if responder.ending is None:  # else the client left before its turn had come
+                await handle(self._site.handler, responder)
         finally:
+            size = len(responder.request.body)
             self._held -= size
             self._site.room.give_back(size)
-            if not responder.finished and self.phase is not Phase.CLOSED:
-                self._conclude(exchange)
-            self._site.tell(exchange.answered())
+            if not responder.is_finished and self.phase is not Phase.CLOSED:
+                self._conclude(responder)
+            self._site.tell(record(responder))
 
-    def _conclude(self, exchange: Exchange) -> None:
-        if exchange.responder.status is None:
-            exchange.say_why()
+    def _conclude(self, responder: HttpResponder) -> None:
+        responder.end(Ending.SHUTDOWN)  # if nothing else: cancelled from outside
+        if responder.status is None:
+            say_why(responder)
         else:
             # Cut off so that nobody takes it for complete: where the framing does not show that,
             # by a reset.
-            self._hang_up(reset=not exchange.responder.shows_cut)
+            self._hang_up(reset=not responder.shows_cut)
 
-    def _finished(self) -> None:
+    def finished(self) -> None:
         """The client has its answer, and may ask again."""
-        if self.phase is not Phase.ANSWERING or self._latest is None:
-            return
-        self._latest.ended_at = trio.current_time()
-        if self._is_last or not self._latest.responder.keep_alive:
-            self._hang_up()
-        else:
-            self._enter(Phase.IDLE, self._limits.idle_timeout)
+        if self.phase is Phase.ANSWERING and self._latest is not None:
+            now = self._latest.ended_at = trio.current_time()
+            if self._is_last or not self._latest.keep_alive:
+                self._hang_up()
+            else:
+                self.phase, self._deadline = Phase.IDLE, now + self._limits.idle_timeout
 
     # The end.
 
@@ -298,7 +302,7 @@ class Connection:
         body = error_body(status, message)
         headers = (JSON, RETRY_AFTER) if status == 503 else (JSON,)
         own = b"content-length: %d\r\nconnection: close\r\n" % len(body)
-        self._outgoing.send(self._site.heads.write(status, headers, own) + body)
+        self.outgoing.send(self._site.heads.write(status, headers, own) + body)
         self._site.tell(
             Answered(
                 request=None,
@@ -323,7 +327,7 @@ class Connection:
         self._is_last = True
         self._parser.close()
         self._enter(Phase.LINGERING)
-        self._outgoing.when_drained(self._reset if reset else self._shut_down)
+        self.outgoing.when_drained(self._reset if reset else self._shut_down)
 
     def _reset(self) -> None:
         self.close(reset=True)

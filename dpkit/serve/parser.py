@@ -10,36 +10,33 @@ no number, or beside a Transfer-Encoding, and chunk sizes that are none.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, TypeAlias
 
 import httptools
-from attrs import define, frozen
+from attrs import frozen
 
+from dpkit.serve.face import Request
 from dpkit.serve.target import BadTarget, split_target
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dpkit.serve.limits import HttpLimits, Room
 
 _VERSIONS = ("1.1", "1.0")
 _FRAMING = {b"content-length", b"transfer-encoding"}
-_STEERING = {b"host", b"expect"} | _FRAMING
+_STEERING = {b"host", b"expect", b"x-request-id"} | _FRAMING
+_GOOD_ID = re.compile(rb"[!-~]{1,128}")
 
 
-@define(kw_only=True, eq=False)
+@frozen(eq=False)
 class Message:
     """One whole request. Its body's bytes are its receiver's, who gives them back to the room."""
 
-    method: str
-    target: bytes
-    path: str
-    query: str
-    headers: tuple[tuple[bytes, bytes], ...]
-    version: str
+    request: Request
     keep_alive: bool
     """Whether the client may send another one afterwards."""
-    body: bytes = b""
 
 
 @frozen(kw_only=True)
@@ -56,6 +53,8 @@ class Expectation:
 
 
 Event: TypeAlias = Message | Refusal | Expectation
+_Head: TypeAlias = tuple[str, str, str, str, str | None, bool]
+"""What is known of a request before its body: see `RequestParser._message`."""
 _EXPECTATION = Expectation()
 
 
@@ -66,13 +65,20 @@ class RequestParser:
         limits: Sizes of heads and bodies.
         room: Where the bytes of bodies are taken from. Whoever is given a `Message` gives those of
             its body back; `close` those of an incomplete one.
+        peer: Who sends.
+        new_id: Names a request whose client has not.
     """
 
-    def __init__(self, limits: HttpLimits, room: Room) -> None:
+    def __init__(
+        self, limits: HttpLimits, room: Room, peer: str, new_id: Callable[[], str]
+    ) -> None:
         self.receiving = False
         """Whether a request has begun and is not complete."""
         self._limits = limits
+        self._max_head = limits.max_head
         self._room = room
+        self._peer = peer
+        self._new_id = new_id
         self._events: list[Event] = []
         self._refused = False
         self._raw = 0
@@ -83,8 +89,9 @@ class RequestParser:
     def _begin(self) -> None:
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
+        self._steering: list[tuple[bytes, bytes]] = []
         self._head_size = 0
-        self._head: Message | None = None
+        self._head: _Head | None = None
         self._upgrades = False
         self._expects = False
         self._body: list[bytes] = []
@@ -175,22 +182,22 @@ class RequestParser:
 
     def on_url(self, part: bytes) -> None:
         """Take a part of the target."""
-        if self._head is None and self._grow_head(len(part)):
+        if self._head is None:
             self._target += part
+            self._head_size += len(part)
+            if self._head_size > self._max_head:
+                self._refuse_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header. Trailers come here too: they count, and are dropped."""
-        if self._grow_head(len(name) + len(value) + 4) and self._head is None:
-            self._headers.append((name.lower(), value.strip(b" \t")))
-
-    def _grow_head(self, size: int) -> bool:
-        if self._refused:
-            return False
-        self._head_size += size
-        if self._head_size > self._limits.max_head:
+        self._head_size += len(name) + len(value) + 4
+        if self._head_size > self._max_head:
             self._refuse_head()
-            return False
-        return True
+        elif self._head is None:
+            header = (name.lower(), value.rstrip(b" \t"))
+            self._headers.append(header)
+            if header[0] in _STEERING:
+                self._steering.append(header)
 
     def on_headers_complete(self) -> None:
         """Check the head before anything of the body is taken."""
@@ -204,33 +211,29 @@ class RequestParser:
         else:
             self._upgrades = self._llhttp.should_upgrade()
 
-    def _check_head(self) -> Message:
+    def _check_head(self) -> _Head:
         method, version = self._llhttp.get_method().decode(), self._llhttp.get_http_version()
         if version not in _VERSIONS:
             raise _RefusedError(505, f"HTTP/{version} is not spoken here: HTTP/1.1 is")
         if method == "CONNECT":
             raise _RefusedError(501, "this is no proxy")
-        steering = [each for each in self._headers if each[0] in _STEERING]
-        self._check_steering(steering, version)
+        given_id = self._check_steering(version)
         try:
             path, query = split_target(method, self._target)
         except BadTarget as error:
             raise _RefusedError(400, str(error)) from error
-        return Message(
-            method=method,
-            target=self._target,
-            path=path,
-            query=query,
-            headers=tuple(self._headers),
-            version=version,
-            keep_alive=self._llhttp.should_keep_alive(),
-        )
+        return method, path, query, version, given_id, self._llhttp.should_keep_alive()
 
-    def _check_steering(self, steering: list[tuple[bytes, bytes]], version: str) -> None:
+    def _check_steering(self, version: str) -> str | None:
+        """Check what frames a request, or steers it; returns the client's id for it."""
         hosts = 0
-        for name, value in steering:
+        given_id = None
+        for name, value in self._steering:
             if name == b"host":
                 hosts += 1
+            elif name == b"x-request-id":
+                if _GOOD_ID.fullmatch(value):
+                    given_id = value.decode("ascii")
             elif name == b"transfer-encoding":
                 if value.lower() != b"chunked":
                     raise _RefusedError(501, "no transfer encoding but chunked is known here")
@@ -245,6 +248,7 @@ class RequestParser:
                 self._expects = version == "1.1"
         if hosts > 1 or (not hosts and version == "1.1"):
             raise _RefusedError(400, "a request has exactly one Host header")
+        return given_id
 
     def _body_error(self) -> _RefusedError:
         return _RefusedError(413, f"the body is longer than {self._limits.max_body} bytes")
@@ -267,10 +271,24 @@ class RequestParser:
         if self._upgrades:
             self._upgrades = False
         elif self._head is not None:
-            self._head.body = b"".join(self._body)
-            self._events.append(self._head)
+            self._events.append(self._message(self._head))
             self.receiving = False
             self._begin()
+
+    def _message(self, head: _Head) -> Message:
+        method, path, query, version, given_id, keep_alive = head
+        request = Request(
+            method=method,
+            path=path,
+            query=query,
+            headers=tuple(self._headers),
+            body=b"".join(self._body),
+            peer=self._peer,
+            id=given_id or self._new_id(),
+            target=self._target,
+            http_version=version,
+        )
+        return Message(request, keep_alive)
 
 
 class _RefusedError(Exception):

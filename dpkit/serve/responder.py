@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from attrs import define
+from attrs import define, field
 
 from dpkit.serve.face import Ending, Headers, Responder
 from dpkit.serve.heads import has_body
@@ -26,30 +26,48 @@ _log = logging.getLogger(__name__)
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
-@define(kw_only=True, eq=False, repr=False)
+class Line(Protocol):
+    """What a responder needs of its connection."""
+
+    outgoing: Outgoing
+    heads: HeadWriter
+    max_unsent: int
+
+    def finished(self) -> None:
+        """Be told that the answer is complete: the client may send its next request now."""
+
+    def stalled(self) -> None:
+        """Be told that the client reads too slowly for what is written; cancel the handler."""
+
+    def failed(self) -> None:
+        """Be told that a callback of the handler has raised; cancel the handler."""
+
+
+@define(eq=False, repr=False)
 class HttpResponder(Responder):
-    """As `Responder` says; made by a connection, one for each request."""
+    """As `Responder` says; made by a connection, one for each request.
+
+    Args:
+        request: What is answered.
+        keep_alive: Whether another request may follow; counts until the head is sent.
+        line: To the client.
+        began_at: When the request was complete, by Trio's clock.
+    """
 
     request: Request
     keep_alive: bool
-    """Whether another request may follow on this connection; counts until the head is sent."""
-    max_unsent: int
-    outgoing: Outgoing
-    heads: HeadWriter
-    on_finished: Callable[[], None]
-    """Called when the answer is complete: the client may send its next request now."""
-    on_stalled: Callable[[], None]
-    """Called when the client reads too slowly for what is written; cancels the handler."""
-    on_failed: Callable[[], None]
-    """Called when a callback of the handler has raised; cancels the handler."""
-    body_sent: int = 0
+    line: Line
+    began_at: float
+    ended_at: float | None = field(default=None, init=False)
+    """When the answer was complete."""
+    body_sent: int = field(default=0, init=False)
     """Bytes of the body that were written so far, without framing."""
-    finished: bool = False
-    _status: int | None = None
-    _ending: Ending | None = None
-    _chunked: bool = False
-    _promised: int | None = None
-    _silent: bool = False
+    is_finished: bool = field(default=False, init=False)
+    _status: int | None = field(default=None, init=False)
+    _ending: Ending | None = field(default=None, init=False)
+    _chunked: bool = field(default=False, init=False)
+    _promised: int | None = field(default=None, init=False)
+    _silent: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:
         state = self._ending or ("open" if self._status is None else "started")
@@ -73,7 +91,7 @@ class HttpResponder(Responder):
     @property
     def congested(self) -> bool:
         """As `Responder` says."""
-        return self.outgoing.unsent > 0
+        return self.line.outgoing.unsent > 0
 
     def end(self, ending: Ending) -> None:
         """Note how the answer ends, unless it has ended already."""
@@ -84,18 +102,29 @@ class HttpResponder(Responder):
         """As `Responder` says."""
         if self._status is not None:
             raise RuntimeError(f"the request was answered with {self._status} already")
-        silent = self.request.method == "HEAD" or not has_body(status)
-        if body and not has_body(status):
-            raise ValueError(f"an answer with status {status} has no body")
-        lines = [self._own_lines()]
-        if has_body(status) and _length(headers) is None:
-            lines.append(b"content-length: %d\r\n" % len(body))
-        elif not silent and _length(headers) != len(body):
+        if not has_body(status):
+            self._respond_bare(status, headers, body)
+            return
+        own = self._own_lines()
+        promised = _length(headers) if headers else None
+        if promised is None:
+            own = b"%bcontent-length: %d\r\n" % (own, len(body))
+        elif promised != len(body) and self.request.method != "HEAD":
             raise ValueError("Content-Length is not the body's")
-        head = self.heads.write(status, headers, b"".join(lines))
+        head = self.line.heads.write(status, headers, own)
         self._status = status
-        self.body_sent = 0 if silent else len(body)
-        self.outgoing.send(head if silent else head + body)
+        if self.request.method != "HEAD":
+            self.body_sent = len(body)
+            head += body
+        self.line.outgoing.send(head)
+        self._complete()
+
+    def _respond_bare(self, status: int, headers: Headers, body: bytes) -> None:
+        if body:
+            raise ValueError(f"an answer with status {status} has no body")
+        head = self.line.heads.write(status, headers, self._own_lines())
+        self._status = status
+        self.line.outgoing.send(head)
         self._complete()
 
     def start(self, status: int, headers: Headers = (), first: bytes = b"") -> None:
@@ -103,11 +132,11 @@ class HttpResponder(Responder):
         if self._status is not None:
             raise RuntimeError(f"the request was answered with {self._status} already")
         own = self._frame(status, headers) + self._own_lines()
-        head = self.heads.write(status, headers, own)
+        head = self.line.heads.write(status, headers, own)
         if first:
             head += self._framed(first)
         self._status = status
-        self.outgoing.send(head)
+        self.line.outgoing.send(head)
 
     def _frame(self, status: int, headers: Headers) -> bytes:
         """Choose how the client knows the body's end; before `_own_lines`, which may depend."""
@@ -136,10 +165,10 @@ class HttpResponder(Responder):
         self._check_started()
         if not chunk:
             return  # in chunked framing it would be the end
-        if self.outgoing.unsent > self.max_unsent:
-            self.on_stalled()
+        if self.line.outgoing.unsent > self.line.max_unsent:
+            self.line.stalled()
         elif framed := self._framed(chunk):
-            self.outgoing.send(framed)
+            self.line.outgoing.send(framed)
 
     def _framed(self, chunk: bytes) -> bytes:
         if self._silent:
@@ -157,36 +186,36 @@ class HttpResponder(Responder):
             if self._promised is not None and self.body_sent < self._promised:
                 raise ValueError(f"the body is shorter than its Content-Length, {self._promised}")
             if self._chunked:
-                self.outgoing.send(_LAST_CHUNK)
+                self.line.outgoing.send(_LAST_CHUNK)
         self._complete()
 
     def _check_started(self) -> None:
         if self._status is None:
             raise RuntimeError("the answer was not started: call start, or respond")
-        if self.finished:
+        if self.is_finished:
             raise RuntimeError("the answer is finished: nothing can be added")
 
     def _complete(self) -> None:
-        self.finished = True
+        self.is_finished = True
         self.end(Ending.FINISHED)
-        self.on_finished()
+        self.line.finished()
 
     def when_drained(self, callback: Callable[[], None]) -> None:
         """As `Responder` says."""
-        self.outgoing.when_drained(partial(self._call, callback))
+        self.line.outgoing.when_drained(partial(self._call, callback))
 
     def _call(self, callback: Callable[[], None]) -> None:
-        if self.finished:
+        if self.is_finished:
             return
         try:
             callback()
         except Exception:  # noqa: BLE001 - the handler's, but in a task of the connection's
             _log.exception("%s: what the handler would do next failed", self.request.id)
-            self.on_failed()
+            self.line.failed()
 
     async def wait_drained(self) -> None:
         """As `Responder` says."""
-        await self.outgoing.wait_drained()
+        await self.line.outgoing.wait_drained()
 
 
 def _length(headers: Headers) -> int | None:

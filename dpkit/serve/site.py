@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import define, field, frozen
 
-from dpkit.serve.face import Ending, Request
 from dpkit.serve.heads import HeadWriter
 from dpkit.serve.limits import HttpLimits, Room
 
 if TYPE_CHECKING:
-    from dpkit.serve.face import Handler
-    from dpkit.serve.parser import Message
+    from dpkit.serve.face import Ending, Handler, Request
 
 _log = logging.getLogger(__name__)
 _access = logging.getLogger("dpkit.serve.access")
 
 CLIENT_CLOSED = 499
 """What logs and metrics say where no status was sent since nobody was there: nginx's number."""
-_GOOD_ID = re.compile(rb"[!-~]{1,128}")
 
 
 @frozen(kw_only=True, eq=False)
@@ -59,31 +55,15 @@ class Site:
     room: Room = field(init=False)
     answered: int = 0
     """Answers that have ended so far."""
-    _prefix: str = field(factory=lambda: os.urandom(6).hex(), init=False)
+    _prefix: str = field(factory=lambda: f"req-{os.urandom(6).hex()}-", init=False)
     _numbers: count[int] = field(factory=count, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.room = Room(self.limits.max_bodies)
 
-    def request(self, message: Message, peer: str) -> Request:
-        """Make the request that a handler sees."""
-        return Request(
-            method=message.method,
-            path=message.path,
-            query=message.query,
-            headers=message.headers,
-            body=message.body,
-            peer=peer,
-            id=self._id_of(message.headers),
-            target=message.target,
-            http_version=message.version,
-        )
-
-    def _id_of(self, headers: tuple[tuple[bytes, bytes], ...]) -> str:
-        for name, value in headers:
-            if name == b"x-request-id" and _GOOD_ID.fullmatch(value):
-                return value.decode("ascii")
-        return f"req-{self._prefix}-{next(self._numbers):x}"
+    def new_id(self) -> str:
+        """Name a request whose client has not: unlike any other, here and elsewhere."""
+        return f"{self._prefix}{next(self._numbers):x}"
 
     def tell(self, answered: Answered) -> None:
         """Log an answer, and have the observer know. What the observer raises is its own affair."""

@@ -11,12 +11,9 @@ import errno
 import socket
 import struct
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import trio
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 CHUNK = 64 * 1024
 """Most bytes of one receive."""
@@ -71,9 +68,14 @@ class SocketTransport:
     async def receive(self) -> bytes:
         """As `Transport` says."""
         while True:
-            await self._wait(trio.lowlevel.wait_readable)
-            with suppress(BlockingIOError):
+            # No recv first: most often nothing is there, and a failed call costs a microsecond.
+            try:
+                await trio.lowlevel.wait_readable(self._raw)
                 return self._raw.recv(CHUNK)
+            except BlockingIOError:
+                continue
+            except (trio.ClosedResourceError, ValueError) as error:
+                raise await _closed() from error
 
     def send_nowait(self, data: bytes | bytearray) -> int:
         """As `Transport` says."""
@@ -84,7 +86,10 @@ class SocketTransport:
 
     async def wait_writable(self) -> None:
         """As `Transport` says."""
-        await self._wait(trio.lowlevel.wait_writable)
+        try:
+            await trio.lowlevel.wait_writable(self._raw)
+        except (trio.ClosedResourceError, ValueError) as error:
+            raise await _closed() from error
 
     def shut_down(self) -> None:
         """As `Transport` says."""
@@ -100,17 +105,9 @@ class SocketTransport:
                 self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self._raw.close()
 
-    async def _wait(self, wait: Callable[[socket.socket], Awaitable[None]]) -> None:
-        if self._raw.fileno() == -1:
-            await trio.lowlevel.checkpoint()
-            raise _closed()
-        try:
-            await wait(self._raw)
-        except trio.ClosedResourceError as error:
-            raise _closed() from error
 
-
-def _closed() -> OSError:
+async def _closed() -> OSError:
+    await trio.lowlevel.checkpoint()  # which waiting for a closed socket is not
     return OSError(errno.EBADF, "the connection was closed here")
 
 
