@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from dpkit.serve.listeners import format_peer
-from dpkit.serve.transport import SocketTransport
 
 if TYPE_CHECKING:
+    import socket
+
     from dpkit.serve.listeners import Listener
-    from dpkit.serve.transport import Transport
 
 _log = logging.getLogger(__name__)
 
@@ -30,20 +30,19 @@ _GIVEN_UP = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR}
 class Host(Protocol):
     """Takes clients in."""
 
-    def connect(self, transport: Transport) -> None:
-        """Take over a client."""
+    def admit(self, raw: socket.socket, peer: str) -> None:
+        """Take over a client's socket, which is non-blocking."""
 
     def make_room(self, *, idle_for: float) -> bool:
         """Close what has been of no use for so many seconds, if anything has."""
 
 
-async def accept(listener: Listener, host: Host, patience: float) -> None:
+async def accept(listener: Listener, host: Host) -> None:
     """Accept clients until the listener is closed.
 
     Args:
         listener: Stays its owner's.
         host: Who gets them.
-        patience: Of each connection, as `SocketTransport` has it.
 
     Error handling:
         Out of descriptors or memory, it closes some idle connections, if there are any, and waits
@@ -54,7 +53,7 @@ async def accept(listener: Listener, host: Host, patience: float) -> None:
         try:
             await trio.lowlevel.wait_readable(listener.raw)
             for _ in range(_BURST):
-                _accept_one(listener, host, patience)
+                _accept_one(listener, host)
                 is_short = False
         except BlockingIOError:
             continue
@@ -70,7 +69,7 @@ async def accept(listener: Listener, host: Host, patience: float) -> None:
             await trio.sleep(_BACK_OFF)
 
 
-def _accept_one(listener: Listener, host: Host, patience: float) -> None:
+def _accept_one(listener: Listener, host: Host) -> None:
     raw, name = listener.raw.accept()
     raw.setblocking(False)
-    host.connect(SocketTransport(raw, format_peer(name), patience))
+    host.admit(raw, format_peer(name))

@@ -1,10 +1,10 @@
 """One HTTP connection: requests one after another, each under a scope that ends with its client.
 
-The connection's own task reads, all the time, so that it sees a client leave in the midst of an
-answer; a second task runs the handlers. Two more come and go: one while the socket is full, one
-that hangs up politely. Knows nothing of listeners or of other connections.
+A connection is one task, which runs the handlers. What the client sends is taken by calls from
+outside, all the time, so that it is seen to leave in the midst of an answer. A second task comes
+when the socket is full, and goes. Knows nothing of listeners or of other connections.
 
-`Connection.run` owns the transport and all tasks. What goes wrong with one connection ends that
+`Connection.run` owns the transport and the tasks. What goes wrong with one connection ends that
 one.
 """
 
@@ -60,6 +60,8 @@ class Connection:
         self.phase = Phase.IDLE
         self.heads = site.heads
         self.max_unsent = site.limits.max_unsent
+        self.is_one_too_many = False
+        """Whether the client is only told to come back later."""
         self.outgoing = Outgoing(transport, self._spawn, self._lose)
         self._transport = transport
         self._site = site
@@ -80,7 +82,6 @@ class Connection:
         self._scope = trio.CancelScope()
         self._bell = Bell()
         self._nursery: trio.Nursery | None = None
-        self._has_worker = False
         self._deadline = trio.current_time() + site.limits.idle_timeout
 
     def __repr__(self) -> str:
@@ -109,7 +110,13 @@ class Connection:
         """Serve the client until either side has had enough."""
         try:
             async with trio.open_nursery() as self._nursery:
-                await self._read()
+                if self.is_one_too_many:
+                    self._refuse(503, "there are too many connections: try again later")
+                self._transport.attach(self._ready)
+                with self._scope:
+                    await self._work()
+                while self.phase is not Phase.CLOSED:
+                    await self._bell.wait()
         except Exception:  # noqa: BLE001 - the other connections go on
             _log.exception("%s: a fault of the server's own", self)
         finally:
@@ -118,10 +125,6 @@ class Connection:
             self._bell.retire()
 
     # What the server asks for. None of these waits.
-
-    def turn_away(self) -> None:
-        """Tell the client, before `run`, that it is one too many."""
-        self._refuse(503, "there are too many connections: try again later")
 
     def sweep(self, now: float) -> None:
         """End what has taken too long."""
@@ -161,19 +164,24 @@ class Connection:
             self._transport.close(reset=reset)
             self._bell.ring()
 
-    # The reader.
+    # What the client sends.
 
-    async def _read(self) -> None:
-        while self.phase is not Phase.CLOSED:
-            try:
-                data = await self._transport.receive()
-            except OSError:
-                break
+    def _ready(self) -> None:
+        """Take what has come: the transport calls."""
+        try:
+            data = self._transport.receive_nowait()
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        try:
             if not data:
-                break
-            if self.phase is not Phase.LINGERING:
+                self._lose()
+            elif self.phase is not Phase.LINGERING:
                 self._take(data)
-        self._lose()
+        except Exception:  # noqa: BLE001 - the other connections go on
+            _log.exception("%s: a fault of the server's own", self)
+            self._lose()
 
     def _take(self, data: bytes) -> None:
         if (responder := self._unanswered()) is not None:
@@ -224,9 +232,6 @@ class Connection:
         if self._current is None:
             self._current = responder
             self._bell.ring()
-            if not self._has_worker:
-                self._has_worker = True
-                self._spawn(self._work)
 
     # What a request may come to, besides its answer.
 
@@ -255,15 +260,12 @@ class Connection:
     # The worker.
 
     async def _work(self) -> None:
-        with self._scope:
-            while True:
-                if (responder := self._current) is not None:
-                    await self._answer(responder)
-                    self._current = None if self._latest is responder else self._latest
-                elif self.phase is Phase.CLOSED:
-                    return
-                else:
-                    await self._bell.wait()
+        while self.phase is not Phase.CLOSED or self._current is not None:
+            if (responder := self._current) is not None:
+                await self._answer(responder)
+                self._current = None if self._latest is responder else self._latest
+            else:
+                await self._bell.wait()
 
     async def _answer(self, responder: HttpResponder) -> None:
         try:

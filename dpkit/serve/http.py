@@ -17,8 +17,11 @@ from dpkit.serve.connection import Connection, Phase
 from dpkit.serve.heads import HeadWriter
 from dpkit.serve.limits import HttpLimits
 from dpkit.serve.site import Site
+from dpkit.serve.transport import SocketTransport
+from dpkit.serve.watch import Watch
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
     from dpkit.serve.face import Handler
@@ -105,6 +108,7 @@ class HttpServer:
         self._crowded_until = 0.0
         self._arrivals = trio.lowlevel.ParkingLot()
         self._departures = trio.lowlevel.ParkingLot()
+        self._watch = Watch()
         self._stopping = trio.Event()
         self._grace = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
@@ -150,9 +154,10 @@ class HttpServer:
         """Serve until `stop`, as `serve_http` says."""
         try:
             async with trio.open_nursery() as self._nursery:
+                self._nursery.start_soon(self._watch.run)
                 self._nursery.start_soon(self._sweep)
                 for listener in self._listeners:
-                    self._nursery.start_soon(accept, listener, self, self._site.limits.send_timeout)
+                    self._nursery.start_soon(accept, listener, self)
                 task_status.started(self)
                 await self._stopping.wait()
                 await self._wind_up()
@@ -161,6 +166,7 @@ class HttpServer:
             self._nursery = None
             for listener in self._listeners:
                 listener.close()
+            self._watch.close()
 
     async def _wind_up(self) -> None:
         with self._grace:
@@ -184,6 +190,11 @@ class HttpServer:
             for connection in tuple(self._connections):
                 connection.sweep(now)
 
+    def admit(self, raw: socket.socket, peer: str) -> None:
+        """Serve a client, as `connect` does; takes the socket over, which is non-blocking."""
+        patience = self._site.limits.send_timeout
+        self.connect(SocketTransport(raw, peer, self._watch, patience))
+
     def connect(self, transport: Transport) -> None:
         """Serve a client, or tell it that there are too many; takes the transport over."""
         self._accepted += 1
@@ -195,7 +206,7 @@ class HttpServer:
         connection = Connection(transport, self._site)
         if beyond >= 0 and not self.make_room():
             self._turned_away += 1
-            connection.turn_away()
+            connection.is_one_too_many = True
         self._connections.add(connection)
         self._arrivals.unpark()
         self._nursery.start_soon(self._serve, connection)

@@ -28,11 +28,10 @@ class Outgoing:
     """
 
     def __init__(self, transport: Transport, spawn: Spawn, on_broken: Callable[[], None]) -> None:
-        self.sent = 0
-        """Bytes that the kernel took, ever."""
         self.moved_at = 0.0
         """When the kernel last took some, or when it first would not; of use while any wait."""
         self._transport = transport
+        self._send_nowait = transport.send_nowait
         self._spawn = spawn
         self._on_broken = on_broken
         self._waiting = bytearray()
@@ -50,8 +49,16 @@ class Outgoing:
         if self._waiting:
             self._waiting += data
             return
-        sent = self._try(data)
-        if sent < len(data) and not self._broken:
+        if self._broken:
+            return
+        try:
+            sent = self._send_nowait(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._break()
+            return
+        if sent < len(data):
             self._waiting += memoryview(data)[sent:]
             self.moved_at = trio.current_time()
             self._spawn(self._flush)
@@ -77,27 +84,24 @@ class Outgoing:
         self._callbacks.clear()
         self._drained.unpark_all()
 
-    def _try(self, data: bytes | bytearray) -> int:
-        if self._broken:
-            return 0
-        try:
-            sent = self._transport.send_nowait(data)
-        except OSError:
-            self.drop()
-            self._on_broken()
-            return 0
-        self.sent += sent
-        return sent
+    def _break(self) -> None:
+        self.drop()
+        self._on_broken()
 
     async def _flush(self) -> None:
         while self._waiting:
             try:
                 await self._transport.wait_writable()
+                if not self._waiting:  # dropped meanwhile
+                    return
+                sent = self._send_nowait(self._waiting)
+            except BlockingIOError:
+                continue
             except OSError:
-                return  # closed: its reader is told the same
-            if sent := self._try(self._waiting):
-                del self._waiting[:sent]
-                self.moved_at = trio.current_time()
+                self._break()
+                return
+            del self._waiting[:sent]
+            self.moved_at = trio.current_time()
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()

@@ -1,8 +1,7 @@
 """What a connection needs of the world: bytes in, bytes out without waiting, and an end.
 
-`SocketTransport` is that over a stream socket, by Trio's public waiting calls and nothing else:
-Trio's own `send_all` takes locks and a checkpoint for each call, which is more than the call itself
-costs. Knows nothing of HTTP.
+`SocketTransport` is that over a stream socket: Trio's own `send_all` takes locks and a checkpoint
+for each call, which is more than the call itself costs. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -11,9 +10,14 @@ import errno
 import socket
 import struct
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dpkit.serve.watch import Watch
 
 CHUNK = 64 * 1024
 """Most bytes of one receive."""
@@ -29,11 +33,22 @@ class Transport(Protocol):
     peer: str
     """Who is at the other end, for logs."""
 
-    async def receive(self) -> bytes:
-        """Wait for bytes, a checkpoint in any case; empty at the end of what the peer sends."""
+    def attach(self, on_ready: Callable[[], None]) -> None:
+        """Have `on_ready` called, from now on, while there is something to receive, or an end."""
+
+    def receive_nowait(self) -> bytes:
+        """Take what has come; empty at the end of what the peer sends.
+
+        Raises:
+            BlockingIOError: nothing has come.
+        """
 
     def send_nowait(self, data: bytes | bytearray) -> int:
-        """Send what there is room for; how many bytes that was, 0 if there is no room."""
+        """Send what there is room for; how many bytes that was.
+
+        Raises:
+            BlockingIOError: there is no room.
+        """
 
     async def wait_writable(self) -> None:
         """Wait until there may be room."""
@@ -51,45 +66,38 @@ class Transport(Protocol):
 
 
 class SocketTransport:
-    """A connected stream socket, TCP or Unix.
+    """A connected stream socket, TCP or Unix; see `Transport` for what each method does.
 
     Args:
         raw: Non-blocking. This object closes it.
         peer: As in `Transport`.
+        watch: Calls when there is something to receive.
         patience: Seconds after which a peer that acknowledges nothing is gone.
     """
 
-    def __init__(self, raw: socket.socket, peer: str, patience: float) -> None:
+    def __init__(self, raw: socket.socket, peer: str, watch: Watch, patience: float) -> None:
         self.peer = peer
+        self.send_nowait: Callable[[bytes | bytearray], int] = raw.send
         self._raw = raw
+        self._watch = watch
         with suppress(OSError):  # a peer that has gone already, or a kernel without an option
             _set_options(raw, patience)
 
-    async def receive(self) -> bytes:
+    def attach(self, on_ready: Callable[[], None]) -> None:
         """As `Transport` says."""
-        while True:
-            # No recv first: most often nothing is there, and a failed call costs a microsecond.
-            try:
-                await trio.lowlevel.wait_readable(self._raw)
-                return self._raw.recv(CHUNK)
-            except BlockingIOError:
-                continue
-            except (trio.ClosedResourceError, ValueError) as error:
-                raise await _closed() from error
+        self._watch.add(self._raw.fileno(), on_ready)
 
-    def send_nowait(self, data: bytes | bytearray) -> int:
+    def receive_nowait(self) -> bytes:
         """As `Transport` says."""
-        try:
-            return self._raw.send(data)
-        except BlockingIOError:
-            return 0
+        return self._raw.recv(CHUNK)
 
     async def wait_writable(self) -> None:
         """As `Transport` says."""
         try:
             await trio.lowlevel.wait_writable(self._raw)
         except (trio.ClosedResourceError, ValueError) as error:
-            raise await _closed() from error
+            await trio.lowlevel.checkpoint()  # which waiting for a closed socket is not
+            raise OSError(errno.EBADF, "the connection was closed here") from error
 
     def shut_down(self) -> None:
         """As `Transport` says."""
@@ -97,18 +105,14 @@ class SocketTransport:
 
     def close(self, *, reset: bool = False) -> None:
         """As `Transport` says."""
-        if self._raw.fileno() == -1:
+        if (descriptor := self._raw.fileno()) == -1:
             return
+        self._watch.remove(descriptor)
         trio.lowlevel.notify_closing(self._raw)
         if reset:
             with suppress(OSError):
                 self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self._raw.close()
-
-
-async def _closed() -> OSError:
-    await trio.lowlevel.checkpoint()  # which waiting for a closed socket is not
-    return OSError(errno.EBADF, "the connection was closed here")
 
 
 def _set_options(raw: socket.socket, patience: float) -> None:

@@ -21,7 +21,7 @@ from dpkit.serve.http import HttpServer, serve_http
 from dpkit.serve.transport import CHUNK
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from dpkit.serve.face import Handler, Headers
     from dpkit.serve.limits import HttpLimits
@@ -66,16 +66,26 @@ class MemoryTransport:
         self.is_closed = False
         self.was_reset = False
         self._news = trio.lowlevel.ParkingLot()
+        self._on_ready: Callable[[], None] | None = None
 
-    async def receive(self) -> bytes:
+    def attach(self, on_ready: Callable[[], None]) -> None:
         """As `Transport` says."""
-        await trio.lowlevel.checkpoint()
-        while not self.incoming:
-            self._check(receiving=True)
-            if self.is_incoming_over:
-                return b""
-            await self._news.park()
+        self._on_ready = on_ready
+        self.notify()
+
+    def notify(self) -> None:
+        """Have the server take what has come."""
+        while self._on_ready is not None and not self.is_closed and self._has_news():
+            self._on_ready()
+
+    def _has_news(self) -> bool:
+        return bool(self.incoming) or self.is_incoming_over or self.client_ended is not None
+
+    def receive_nowait(self) -> bytes:
+        """As `Transport` says."""
         self._check(receiving=True)
+        if not self.incoming and not self.is_incoming_over:
+            raise BlockingIOError
         data = bytes(self.incoming[:CHUNK])
         del self.incoming[:CHUNK]
         return data
@@ -84,6 +94,8 @@ class MemoryTransport:
         """As `Transport` says."""
         self._check()
         taken = data[: self.capacity - len(self.outgoing)]
+        if not taken:
+            raise BlockingIOError
         self.outgoing += taken
         self.tell()
         return len(taken)
@@ -152,12 +164,13 @@ class Client:
     def send(self, data: bytes) -> None:
         """Send bytes."""
         self.transport.incoming += data
-        self.transport.tell()
+        self.transport.notify()
 
     def end(self) -> None:
         """Send no more; go on reading."""
         self.transport.is_incoming_over = True
         self.transport.tell()
+        self.transport.notify()
 
     def close(self) -> None:
         """Be gone as by ``close()``: the server reads the end, and fails if it writes."""

@@ -21,6 +21,7 @@ from dpkit.serve.http import serve_http
 from dpkit.serve.limits import HttpLimits
 from dpkit.serve.listeners import Listener, ListenFailed, open_listeners
 from dpkit.serve.transport import SocketTransport
+from dpkit.serve.watch import Watch
 from dpkit.testing.http import ReplyReader, render
 from tests.serve.shop import SSE, Shop
 
@@ -235,16 +236,18 @@ async def test_the_kernel_is_told_to_look_for_dead_hosts_and_not_to_buffer() -> 
         client = socket.create_connection(server.getsockname())
         raw, _ = server.accept()
     raw.setblocking(False)
-    transport = SocketTransport(raw, "peer", patience=30.0)
+    watch = Watch()
+    transport = SocketTransport(raw, "peer", watch, patience=30.0)
     assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
     assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
     client.close()
     transport.close()
     transport.close()
-    for wait in (transport.receive, transport.wait_writable):
-        with pytest.raises(OSError, match="closed here"):
-            await wait()
+    with pytest.raises(OSError, match="closed here"):
+        await transport.wait_writable()
+    watch.close()
+    watch.close()
 
 
 # Out of descriptors.
