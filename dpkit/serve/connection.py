@@ -277,7 +277,9 @@ class Connection:
             self._site.room.give_back(size)
             if not responder.is_finished and self.phase is not Phase.CLOSED:
                 self._conclude(responder)
-            self._site.tell(record(responder))
+            self._site.answered += 1
+            if self._site.has_listeners:
+                self._site.tell(record(responder))
 
     def _conclude(self, responder: HttpResponder) -> None:
         responder.end(Ending.SHUTDOWN)  # if nothing else: cancelled from outside
@@ -305,6 +307,7 @@ class Connection:
         headers = (JSON, RETRY_AFTER) if status == 503 else (JSON,)
         own = b"content-length: %d\r\nconnection: close\r\n" % len(body)
         self.outgoing.send(self._site.heads.write(status, headers, own) + body)
+        self._site.answered += 1
         self._site.tell(
             Answered(
                 request=None,

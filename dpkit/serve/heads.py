@@ -32,6 +32,7 @@ class HeadWriter:
         self._server = b"server: %b\r\n" % server if server else b""
         self._second = 0
         self._common = b""
+        self._starts: dict[int, bytes] = {}
 
     def write(self, status: int, headers: Headers, own: bytes) -> bytes:
         """Status line and headers, with the empty line.
@@ -44,16 +45,22 @@ class HeadWriter:
         Raises:
             ValueError: a header is the server's own, or would be read as several.
         """
-        line = _LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
-        return b"".join((line, self._dated(), _lines(headers), own, b"\r\n"))
-
-    def _dated(self) -> bytes:
         now = int(time.time())  # the world's time: it is for others to read
         if now != self._second:
-            self._second = now
-            date = formatdate(now, usegmt=True).encode()
-            self._common = b"date: %b\r\n%b" % (date, self._server)
-        return self._common
+            self._begin_second(now)
+        start = self._starts.get(status) or self._start(status)
+        return b"%b%b%b\r\n" % (start, _lines(headers) if headers else b"", own)
+
+    def _begin_second(self, now: int) -> None:
+        self._second = now
+        date = formatdate(now, usegmt=True).encode()
+        self._common = b"date: %b\r\n%b" % (date, self._server)
+        self._starts.clear()
+
+    def _start(self, status: int) -> bytes:
+        line = _LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
+        self._starts[status] = start = line + self._common
+        return start
 
 
 def _lines(headers: Headers) -> bytes:

@@ -162,13 +162,19 @@ class HttpResponder(Responder):
 
     def write(self, chunk: bytes) -> None:
         """As `Responder` says."""
-        self._check_started()
+        if self._status is None or self.is_finished:
+            raise self._misused()
         if not chunk:
             return  # in chunked framing it would be the end
-        if self.line.outgoing.unsent > self.line.max_unsent:
+        outgoing = self.line.outgoing
+        if outgoing.unsent > self.line.max_unsent:
             self.line.stalled()
+        elif self._chunked and not self._silent:
+            size = len(chunk)
+            self.body_sent += size
+            outgoing.send(b"%x\r\n%b\r\n" % (size, chunk))
         elif framed := self._framed(chunk):
-            self.line.outgoing.send(framed)
+            outgoing.send(framed)
 
     def _framed(self, chunk: bytes) -> bytes:
         if self._silent:
@@ -181,7 +187,8 @@ class HttpResponder(Responder):
 
     def finish(self) -> None:
         """As `Responder` says."""
-        self._check_started()
+        if self._status is None or self.is_finished:
+            raise self._misused()
         if not self._silent:
             if self._promised is not None and self.body_sent < self._promised:
                 raise ValueError(f"the body is shorter than its Content-Length, {self._promised}")
@@ -189,11 +196,10 @@ class HttpResponder(Responder):
                 self.line.outgoing.send(_LAST_CHUNK)
         self._complete()
 
-    def _check_started(self) -> None:
+    def _misused(self) -> RuntimeError:
         if self._status is None:
-            raise RuntimeError("the answer was not started: call start, or respond")
-        if self.is_finished:
-            raise RuntimeError("the answer is finished: nothing can be added")
+            return RuntimeError("the answer was not started: call start, or respond")
+        return RuntimeError("the answer is finished: nothing can be added")
 
     def _complete(self) -> None:
         self.is_finished = True

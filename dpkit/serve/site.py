@@ -65,9 +65,13 @@ class Site:
         """Name a request whose client has not: unlike any other, here and elsewhere."""
         return f"{self._prefix}{next(self._numbers):x}"
 
+    @property
+    def has_listeners(self) -> bool:
+        """Whether anybody wants to know of answers."""
+        return self.observer is not None or _access.isEnabledFor(logging.INFO)
+
     def tell(self, answered: Answered) -> None:
         """Log an answer, and have the observer know. What the observer raises is its own affair."""
-        self.answered += 1
         if _access.isEnabledFor(logging.INFO):
             _access.info("%s", _line(answered))
         if self.observer is not None:
