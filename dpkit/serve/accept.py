@@ -60,8 +60,8 @@ async def accept(listener: Listener, host: Host) -> None:
         except trio.ClosedResourceError:
             return
         except OSError as error:
-            if error.errno in _GIVEN_UP:
-                continue
+            if error.errno in _GIVEN_UP or listener.raw.fileno() == -1:
+                continue  # or it was closed by what was admitted
             if not is_short:
                 _log.error("cannot accept at %s: %s; trying again", listener.address, error)
             is_short = True

@@ -110,6 +110,8 @@ class Connection:
         """Serve the client until either side has had enough."""
         try:
             async with trio.open_nursery() as self._nursery:
+                if self.phase is Phase.CLOSED:
+                    return  # before it began: the server stops, or needed the room
                 if self.is_one_too_many:
                     self._refuse(503, "there are too many connections: try again later")
                 self._transport.attach(self._ready)
