@@ -98,6 +98,9 @@ class Connection:
         is_idle = self.phase is Phase.IDLE and self._current is None
         return self._deadline if is_idle else None
 
+    def _is_closed(self) -> bool:
+        return self.phase is Phase.CLOSED
+
     def _enter(self, phase: Phase, seconds: float = _NEVER) -> None:
         self.phase = phase
         self._deadline = trio.current_time() + seconds
@@ -117,7 +120,7 @@ class Connection:
                 self._transport.attach(self._ready)
                 with self._scope:
                     await self._work()
-                while self.phase is not Phase.CLOSED:
+                while not self._is_closed():
                     await self._bell.wait()
         except Exception:  # noqa: BLE001 - the other connections go on
             _log.exception("%s: a fault of the server's own", self)
@@ -262,7 +265,7 @@ class Connection:
     # The worker.
 
     async def _work(self) -> None:
-        while self.phase is not Phase.CLOSED or self._current is not None:
+        while self._current is not None or not self._is_closed():
             if (responder := self._current) is not None:
                 await self._answer(responder)
                 self._current = None if self._latest is responder else self._latest

@@ -153,20 +153,28 @@ class HttpServer:
     async def run(self, task_status: trio.TaskStatus[HttpServer]) -> None:
         """Serve until `stop`, as `serve_http` says."""
         try:
-            async with trio.open_nursery() as self._nursery:
-                self._nursery.start_soon(self._watch.run)
-                self._nursery.start_soon(self._sweep)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch.run)
+                nursery.start_soon(self._sweep)
                 for listener in self._listeners:
-                    self._nursery.start_soon(accept, listener, self)
-                task_status.started(self)
-                await self._stopping.wait()
-                await self._wind_up()
-                self._nursery.cancel_scope.cancel()
+                    nursery.start_soon(accept, listener, self)
+                await self._serve_in(nursery, task_status)
+                nursery.cancel_scope.cancel()
         finally:
-            self._nursery = None
             for listener in self._listeners:
                 listener.close()
             self._watch.close()
+
+    async def _serve_in(
+        self, nursery: trio.Nursery, task_status: trio.TaskStatus[HttpServer]
+    ) -> None:
+        self._nursery = nursery
+        try:
+            task_status.started(self)
+            await self._stopping.wait()
+            await self._wind_up()
+        finally:
+            self._nursery = None  # who connects while it ends is turned away
 
     async def _wind_up(self) -> None:
         with self._grace:
