@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from dpkit import __version__
 from dpkit.messages import EngineId
 from dpkit.serve.chunks import encode
 from dpkit.serve.errors import JSON
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster
     from dpkit.serve.face import Request, Responder
     from dpkit.serve.front import Front
-
-_VERSION = version("dpkit")
 
 
 async def health(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
@@ -38,7 +36,7 @@ async def ready(front: Front, request: Request, responder: Responder) -> None:  
 
 async def tell_version(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
     """Answer with dpkit's version."""
-    responder.respond(200, (JSON,), encode({"version": _VERSION}))
+    responder.respond(200, (JSON,), encode({"version": __version__}))
 
 
 async def statistics(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
