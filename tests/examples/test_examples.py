@@ -166,3 +166,12 @@ def test_every_example_is_tested(path: Path) -> None:
 def test_a_program_serves_its_cluster_over_http() -> None:
     said = run("serve_http.py")
     assert re.fullmatch(r"engine-\d says: user: Polly wants a cracker\n", said)
+
+
+def test_a_handler_of_ones_own_is_served_over_http() -> None:
+    assert run("http_handler.py").splitlines() == [
+        "a whole answer: 3 events",
+        "cancelled: client_gone",
+        "cancelled: shutdown",
+        "told: data: the server stops",
+    ]
