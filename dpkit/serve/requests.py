@@ -7,7 +7,7 @@ cannot be obeyed are refused by name. Knows no model: whether a prompt fits is f
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from attrs import evolve, fields, frozen
@@ -70,10 +70,19 @@ class _Body(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
 
 
+_TOKENS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_PROMPT = [
+    {"type": "string"},
+    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    _TOKENS,
+    {"type": "array", "items": _TOKENS, "minItems": 1},
+]
+
+
 class CompletionBody(_Body, kw_only=True):
     """Of ``/v1/completions``."""
 
-    prompt: Any = None
+    prompt: Annotated[Any, msgspec.Meta(extra_json_schema={"anyOf": _PROMPT})] = None
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from attrs import frozen
 
 from dpkit.serve import admin, generation, openai, status
-from dpkit.serve.errors import ApiError, api_error
+from dpkit.serve.chunks import encode
+from dpkit.serve.errors import JSON, ApiError, api_error
+from dpkit.serve.openapi import document
+from dpkit.serve.requests import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,21 +45,24 @@ class Route:
     """A path that ends in a slash stands for all that begin with it."""
     run: Run
     access: Access = Access.API
+    body: type | None = None
+    """What its body is; None: nothing is read."""
 
 
 async def _metrics(front: Front, request: Request, responder: Responder) -> None:
+    """Answer with what Prometheus collects."""
     if front.metrics is None:
         raise not_found(request)
     await front.metrics(request, responder)
 
 
 API = (
-    Route("POST", "/v1/completions", generation.complete),
-    Route("POST", "/v1/chat/completions", generation.chat),
+    Route("POST", "/v1/completions", generation.complete, body=CompletionBody),
+    Route("POST", "/v1/chat/completions", generation.chat, body=ChatBody),
     Route("GET", openai.MODELS, openai.models),
     Route("GET", f"{openai.MODELS}/", openai.model),
-    Route("POST", "/tokenize", openai.tokenize),
-    Route("POST", "/detokenize", openai.detokenize),
+    Route("POST", "/tokenize", openai.tokenize, body=openai.TokenizeBody),
+    Route("POST", "/detokenize", openai.detokenize, body=openai.DetokenizeBody),
     Route("GET", "/statistics", status.statistics),
     Route("GET", "/health", status.health, Access.OPEN),
     Route("GET", "/ready", status.ready, Access.OPEN),
@@ -64,9 +70,9 @@ API = (
     Route("GET", "/metrics", _metrics, Access.OPEN),
 )
 ADMIN = (
-    Route("POST", "/admin/drain", admin.drain, Access.ADMIN),
-    Route("POST", "/admin/scale", admin.scale, Access.ADMIN),
-    Route("POST", "/admin/reload", admin.reload, Access.ADMIN),
+    Route("POST", "/admin/drain", admin.drain, Access.ADMIN, admin.DrainBody),
+    Route("POST", "/admin/scale", admin.scale, Access.ADMIN, admin.ScaleBody),
+    Route("POST", "/admin/reload", admin.reload, Access.ADMIN, admin.ReloadBody),
 )
 
 
@@ -82,7 +88,8 @@ class Router:
         self._front = front
         self._keys = {Access.API: front.api_keys, Access.ADMIN: front.admin_keys}
         self._routes: dict[str, dict[str, Route]] = {}
-        for route in routes:
+        self.routes = (*routes, Route("GET", "/openapi.json", self._describe, Access.OPEN))
+        for route in self.routes:
             self._routes.setdefault(route.path, {})[route.method] = route
         self._prefixes = tuple(path for path in self._routes if path.endswith("/"))
 
@@ -97,6 +104,10 @@ class Router:
             if responder.status is not None:
                 raise
             api_error(error, request.id).answer(responder)
+
+    async def _describe(self, front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG002
+        """Answer with the OpenAPI document of all these routes."""
+        responder.respond(200, (JSON,), encode(document(self.routes)))
 
     def name_of(self, path: str) -> str | None:
         """The path of the route that answers a path, for labels; None: there is none."""

@@ -6,7 +6,7 @@ import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, evolve
+from attrs import define, evolve, field
 
 from dpkit.config.load import parse_config
 from dpkit.engine.models.echo import EchoModel
@@ -52,6 +52,7 @@ class Desk:
     server: HttpServer
     generated: list[Generated]
     answered: list[Answered]
+    router: Router = field(init=False)
 
     def client(self, *, capacity: int = CHUNK) -> Client:
         """Connect."""
@@ -131,7 +132,7 @@ async def open_desk(config: Config | str = ECHO, **parts: Any) -> AsyncIterator[
         desk = Desk(cluster, front, None, [], [])  # type: ignore[arg-type]  # a line below
         front.observers.append(desk.generated.append)
         front.http_observers.append(desk.answered.append)
-        router = Router(front, API + ADMIN if front.admin_keys else API)
+        desk.router = router = Router(front, API + ADMIN if front.admin_keys else API)
         limits = limits_of(front.settings)
         async with open_server(router, limits=limits, observer=front.tell_answered) as desk.server:
             yield desk

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from dpkit.serve.front import Front
 from dpkit.serve.requests import ChatBody, CompletionBody
-from dpkit.serve.routes import ADMIN, API
+from dpkit.serve.routes import ADMIN, API, Router
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+
+ROUTES = Router(Front(), API + ADMIN).routes
 
 
 def test_its_program_runs() -> None:
@@ -23,7 +26,7 @@ def test_its_program_runs() -> None:
     assert (process.stdout, process.stderr) == ("1 ready\n", "")
 
 
-@pytest.mark.parametrize("route", [*API, *ADMIN], ids=lambda route: route.path)
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
 def test_it_names_every_route(route) -> None:
     name = f"{route.path}NAME" if route.path.endswith("/") else route.path
     assert re.search(rf"`({route.method} )?{re.escape(name)}`", PAGE)
