@@ -203,7 +203,9 @@ class Client:
         """
         for sink in sinks:
             check_sink(sink)
-        made = self._maker.make(prompt, sampling, {**options, "n": len(sinks)})
+        if sampling is None or sampling.n != len(sinks):
+            options["n"] = len(sinks)
+        made = self._maker.make(prompt, sampling, options)
         submissions = tuple(
             Submission(self._flights, asked.request, asked.transcript, sink)
             for asked, sink in zip(made, sinks, strict=True)

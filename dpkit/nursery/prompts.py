@@ -54,6 +54,7 @@ class Encoder:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """What tokens say that begin a text."""
+        token_ids = _whole(token_ids)
         with _tokenizing():
             return Transcript(self._tokenizer.decoder()).feed(token_ids, last=True)
 

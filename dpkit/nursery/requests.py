@@ -137,7 +137,7 @@ class RequestMaker:
 
     def _sampling(self, sampling: SamplingParams, fields: dict[str, Any]) -> SamplingParams:
         try:
-            sampling = evolve(sampling, **fields)
+            sampling = evolve(sampling, **fields) if fields else sampling
         except ValueError as error:
             raise RequestRejected(f"bad sampling option: {error}") from error
         if sampling.seed is None:
@@ -184,6 +184,8 @@ def choice_of(request: GenerateRequest, index: int) -> GenerateRequest:
 
     The others have seeds that follow from the request's own, the same in every process.
     """
+    if request.sampling.n == 1:  # most often, and not worth a copy
+        return request
     sampling = evolve(request.sampling, n=1)
     if index == 0:
         return evolve(request, sampling=sampling)
