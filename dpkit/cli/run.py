@@ -23,7 +23,7 @@ from dpkit.cli.report import Tally, json_report, table_report
 from dpkit.cli.running import Options, Running
 from dpkit.cli.session import Session
 from dpkit.cli.words import plural, say
-from dpkit.errors import ConfigError
+from dpkit.errors import ClusterNotStarted, ConfigError
 from dpkit.messages import SamplingParams
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.services import open_services
@@ -143,15 +143,28 @@ async def _main(config: Config, options: Options, asked: _Prompts | None) -> int
 
     with Signals() as signals:
         if asked is None:
-            from dpkit.cli.serving import Serving  # noqa: PLC0415 - HTTP only where it is served
-
-            run: Running = Serving(config, options, signals)
+            run: Running = _serving()(config, options, signals)
         else:
             run = _Answering(config, options, signals, asked)
         await run.run()
         if options.audit and run.cluster is not None:
             check_idle(run.cluster)
         return run.exit_code
+
+
+def _serving() -> type[Running]:
+    """What serves; imported only where something is served.
+
+    Raises:
+        ClusterNotStarted: what it needs is not installed.
+    """
+    try:
+        from dpkit.cli.serving import Serving  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ClusterNotStarted(
+            f"[server] needs {error.name}; `pip install 'dpkit[serve]'` brings it"
+        ) from error
+    return Serving
 
 
 class _Answering(Running):

@@ -338,3 +338,23 @@ def test_engines_in_processes_are_served_alike(tmp_path) -> None:
         assert served.complete(prompt="abc")["choices"][0]["text"] == "abc"
         code, _, err = served.end(TERM)
         assert (code, err) == (0, "")
+
+
+def test_without_httptools_it_says_how_to_get_it(tmp_path) -> None:
+    path = tmp_path / "dpkit.toml"
+    path.write_text(ECHO)
+    code = (
+        "import sys; sys.modules['httptools'] = None; from dpkit.cli.main import main; "
+        "sys.exit(main(['run', sys.argv[1]]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 3
+    assert done.stderr == (
+        "error: [server] needs httptools; `pip install 'dpkit[serve]'` brings it\n"
+    )
