@@ -4,12 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := smollm2-135m
 
-.PHONY: help run test slow check bench clean
+.PHONY: help run demo test slow check bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
-run: $(VENV)/.installed model  ## the main job: two engines, each a process, answer four prompts
+run: $(VENV)/.installed model  ## the main job: two engines behind OpenAI's routes, until Ctrl-C
+	$(BIN)/dpkit run dpkit.toml
+
+demo: $(VENV)/.installed model  ## two engines, each a process, answer four prompts
 	$(BIN)/dpkit run dpkit.toml --max-tokens 48 --chat \
 	  --prompt "What is the capital of France?" \
 	  --prompt "Why is the sky blue?" \

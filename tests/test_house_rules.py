@@ -83,6 +83,7 @@ LAYERS = [
         "dpkit.nursery.reload",
         "dpkit.nursery.cluster",
     ],
+    ["dpkit.serve"],
     ["dpkit.cli", "dpkit.testing", "dpkit._trio"],
 ]
 STRANGERS = {"dpkit.config", "dpkit.engine", "dpkit.balancer"}

@@ -13,6 +13,7 @@ import click
 from dpkit.cli.facts import group_facts
 from dpkit.cli.joining import how_to_start
 from dpkit.cli.losses import at_the_end, on_loss
+from dpkit.cli.served import serving
 from dpkit.config.load import load_config
 from dpkit.config.units import show_duration
 from dpkit.names import PolicyName, StartMethod, Transport
@@ -95,6 +96,7 @@ def _facts(config: Config, groups: Sequence[GroupFacts]) -> dict[str, object]:
         "policy": {"name": policy, "decides": explain_policy(policy)},
         "coordinator": attrs.asdict(config.coordinator),
         "admission": attrs.asdict(config.admission),
+        "server": [line.strip() for line in serving(config)],
         "on_engine_loss": [line.strip() for line in on_loss(config)],
         "at_the_end": list(at_the_end(config)),
         "grace": config.cluster.grace,
@@ -116,6 +118,8 @@ def _paragraphs(file: str, config: Config, groups: Sequence[GroupFacts]) -> Iter
     yield from _balancing(config)
     yield ""
     yield from _admission(config)
+    yield ""
+    yield from serving(config)
     yield ""
     yield from on_loss(config)
     yield ""

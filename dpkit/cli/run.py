@@ -1,14 +1,13 @@
-"""`dpkit run`: a cluster up, prompts through the balancer, answers out, the cluster down.
+"""`dpkit run`: a cluster up and served over HTTP, or prompts answered; then the cluster down.
 
-What a signal means is decided here: the first one drains the cluster, the second cancels the run,
-which unwinds as any cancelled body does; SIGHUP reads the file again.
+Which of the two is decided here: a file with `[server]` serves, unless prompts are given.
 """
 
 from __future__ import annotations
 
-import logging
+import os
 import shlex
-import signal
+import stat
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -16,17 +15,16 @@ from typing import TYPE_CHECKING
 
 import click
 import trio
-from attrs import define, field, frozen
+from attrs import frozen
 
 from dpkit.cli.answers import JsonAnswers, Output, TextAnswers
 from dpkit.cli.logs import set_up
 from dpkit.cli.report import Tally, json_report, table_report
+from dpkit.cli.running import Options, Running, starting
 from dpkit.cli.session import Session
-from dpkit.cli.words import describe, plural
-from dpkit.config.load import load_config
-from dpkit.errors import ConfigError
+from dpkit.cli.words import say
+from dpkit.errors import ClusterNotStarted, ConfigError
 from dpkit.messages import SamplingParams
-from dpkit.names import EngineKind
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.services import open_services
 from dpkit.testing.idle import check_idle
@@ -36,23 +34,19 @@ if TYPE_CHECKING:
     from dpkit.config.schema import Config
     from dpkit.nursery.cluster import Cluster
 
-_FAILED = 1
+_STDIN = "-"
 
 _MOST = 1024
 """Prompts under way at once: keeps 16 engines of 64 sequences full, and their answers in memory."""
 
-_log = logging.getLogger(__name__)
-
 
 @frozen(kw_only=True)
-class _Options:
-    file: str
-    overrides: tuple[str, ...]
-    prompts: tuple[str, ...]  # none: they come from stdin
+class _Prompts:
+    """What is asked of the cluster."""
+
+    texts: tuple[str, ...]  # none: they come from stdin
     chat: bool
     sampling: SamplingParams
-    as_json: bool
-    audit: bool
 
 
 @click.command("run")
@@ -74,29 +68,54 @@ def command(  # noqa: PLR0917 - click passes by keyword
     as_json: bool,
     audit: bool,
 ) -> int:
-    """Bring up the cluster that FILE declares (default: dpkit.toml) and answer prompts.
+    """Bring up the cluster that FILE declares (default: dpkit.toml) and serve it over HTTP.
 
-    All prompts are sent at once and spread over the engines. Without --prompt they are read from
-    standard input, a line each, until it ends.
+    FILE says where, under [server]. Without that table, with --prompt, and with standard input
+    from a file, prompts are answered instead: all are sent at once and spread over the engines.
+    Those of standard input are a line each, until it ends; where FILE would serve, `--prompt -`
+    asks for them.
 
-    Ctrl-C, or SIGTERM, takes no more prompts and lets answers under way finish within
-    cluster.grace; again, and it stops at once; a third time, and the process is gone. SIGHUP
-    reads FILE again and changes the running cluster.
+    Ctrl-C, or SIGTERM, takes nothing new and lets answers under way finish within cluster.grace;
+    again, and it stops at once; a third time, and the process is gone. SIGHUP reads FILE again and
+    changes the running cluster.
     """
-    options = _Options(
-        file=file,
-        overrides=overrides,
-        prompts=prompts,
-        chat=chat,
-        sampling=_sampling(max_tokens, temperature),
-        as_json=as_json,
-        audit=audit,
-    )
+    options = Options(file=file, overrides=overrides, as_json=as_json, audit=audit)
+    asked = _Prompts(texts=_texts(prompts), chat=chat, sampling=_sampling(max_tokens, temperature))
     config = _load(options)
+    serves = config.server is not None and not prompts and not _stdin_is_a_file()
+    if serves:
+        _refuse_options_of_prompts()
     set_up(config.log.level)
     if isinstance(sys.stdout, TextIOWrapper):  # an answer may have letters that a terminal has not
         sys.stdout.reconfigure(errors="backslashreplace")
-    return trio.run(_main, config, options)
+    return trio.run(_main, config, options, None if serves else asked)
+
+
+def _texts(prompts: tuple[str, ...]) -> tuple[str, ...]:
+    if _STDIN not in prompts:
+        return prompts
+    if len(prompts) > 1:
+        raise click.UsageError("--prompt - is all of standard input; give no other --prompt")
+    return ()
+
+
+def _stdin_is_a_file() -> bool:
+    """Whether somebody redirected a file. A pipe says nothing: service managers give one."""
+    try:
+        return sys.stdin is not None and stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _refuse_options_of_prompts() -> None:
+    """An option that nothing obeys is as wrong as one that nobody knows."""
+    context = click.get_current_context()
+    for name in ("chat", "max_tokens", "temperature"):
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} is for prompts, and this file serves HTTP ([server]); "
+                "give --prompt, or leave it out"
+            )
 
 
 def _sampling(max_tokens: int, temperature: float) -> SamplingParams:
@@ -107,9 +126,9 @@ def _sampling(max_tokens: int, temperature: float) -> SamplingParams:
         raise click.UsageError(f"--{name.replace('_', '-')} {problem}") from None
 
 
-def _load(options: _Options) -> Config:
+def _load(options: Options) -> Config:
     try:
-        return load_config(options.file, overrides=options.overrides)
+        return options.load()
     except ConfigError:
         if " " in options.file and not Path(options.file).exists():
             raise click.UsageError(
@@ -119,61 +138,65 @@ def _load(options: _Options) -> Config:
         raise
 
 
-async def _main(config: Config, options: _Options) -> int:
+async def _main(config: Config, options: Options, asked: _Prompts | None) -> int:
     from dpkit.cli.signals import Signals  # noqa: PLC0415 - Trio must run
 
     with Signals() as signals:
-        run = _Run(config=config, options=options, signals=signals)
-        signals.kill_after = config.cluster.grace - config.cluster.finish_within
-        with run.scope:
-            # Services rather than a nursery: what the run raises comes out bare, fit for a message.
-            async with open_services(grace=0) as services:
-                services.start_soon(run.obey, name="signals")
-                await run.serve()
-        if run.scope.cancelled_caught and not signals.serving:
-            models = ", ".join(dict.fromkeys(group.model for group in config.engines))
-            click.echo(f"stopped while loading {models}; nothing was answered", err=True)
+        if asked is None:
+            run: Running = _serving()(config, options, signals)
+        else:
+            run = _Answering(config, options, signals, asked)
+        await run.run()
         if options.audit and run.cluster is not None:
             check_idle(run.cluster)
-        return run.exit_code()
+        return run.exit_code
 
 
-@define(eq=False, kw_only=True)
-class _Run:
-    config: Config
-    options: _Options
-    signals: Signals
-    scope: trio.CancelScope = field(factory=trio.CancelScope)
-    tally: Tally = field(factory=Tally)
-    output: Output = field(factory=Output)
-    cluster: Cluster | None = None
+def _serving() -> type[Running]:
+    """What serves; imported only where something is served.
 
-    def exit_code(self) -> int:
-        """0: all is answered, a drain after SIGTERM included."""
-        stops = self.signals.stops
-        unfinished = self.tally.aborted or self.scope.cancelled_caught
-        if signal.SIGINT in stops or (stops and unfinished):
-            return self.signals.code
-        return _FAILED if self.tally.failed else 0
+    Raises:
+        ClusterNotStarted: what it needs is not installed.
+    """
+    try:
+        from dpkit.cli.serving import Serving  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ClusterNotStarted(
+            f"[server] needs {error.name}; `pip install 'dpkit[serve]'` brings it"
+        ) from error
+    return Serving
 
-    async def obey(self) -> None:
-        """Cancel all on the second stop signal; on the first, if nothing is served yet."""
-        await self.signals.wait_stop(1)
-        if self.signals.serving:
-            await self.signals.wait_stop(2)
-        self.scope.cancel()
+
+class _Answering(Running):
+    """Answers prompts, and ends when all are answered."""
+
+    def __init__(self, config: Config, options: Options, signals: Signals, asked: _Prompts) -> None:
+        super().__init__(config, options, signals)
+        self.tally = Tally()
+        self.output = Output()
+        self._asked = asked
+
+    @property
+    def has_failed(self) -> bool:
+        """As `Running` says."""
+        return bool(self.tally.failed)
+
+    @property
+    def was_cut_short(self) -> bool:
+        """As `Running` says."""
+        return bool(self.tally.aborted)
 
     async def serve(self) -> None:
         """Bring the cluster up, answer, report, take the cluster down."""
-        _say(starting(self.config))
+        say(starting(self.config))
         async with open_cluster(self.config) as self.cluster:
             self.signals.serving = True
             session = self._session(self.cluster)
             async with open_services(grace=0) as services:
-                services.start_soon(self._drain, self.cluster, session, name="drain")
-                services.start_soon(self._reload, self.cluster, name="reload")
+                services.start_soon(self._stop, self.cluster, session, name="drain")
+                services.start_soon(self.reload_on_hangup, name="reload")
                 if session.prompts is None and sys.stdin is not None and sys.stdin.isatty():
-                    _say("ready: one prompt a line, Ctrl-D ends")
+                    say("ready: one prompt a line, Ctrl-D ends")
                 try:
                     await session.run()
                     if not self.tally.overall()["requests"] and not self.signals.stops:
@@ -184,21 +207,22 @@ class _Run:
                     self._report(self.cluster)
 
     def _session(self, cluster: Cluster) -> Session:
-        admission, options = self.config.admission, self.options
+        admission, asked = self.config.admission, self._asked
         bound = admission.max_inflight
+        answers = JsonAnswers(self.output) if self.options.as_json else TextAnswers(self.output)
         return Session(
             client=cluster.client,
-            prompts=options.prompts or None,
-            chat=options.chat,
-            sampling=options.sampling,
-            answers=JsonAnswers(self.output) if options.as_json else TextAnswers(self.output),
+            prompts=asked.texts or None,
+            chat=asked.chat,
+            sampling=asked.sampling,
+            answers=answers,
             output=self.output,
             tally=self.tally,
             # No more than the cluster has room for: it would refuse what is too much.
             most=_MOST if bound is None else max(1, min(_MOST, bound + admission.max_queued)),
         )
 
-    async def _drain(self, cluster: Cluster, session: Session) -> None:
+    async def _stop(self, cluster: Cluster, session: Session) -> None:
         """On the first stop signal: soon take nothing new, and give what is under way its time."""
         await self.signals.wait_stop(1)
         deadline = trio.current_time() + self.config.cluster.finish_within
@@ -206,46 +230,10 @@ class _Run:
         session.stop_taking()
         with trio.move_on_at(deadline):
             await session.wait_sent()
-        await cluster.drain(deadline)
-        if trio.current_time() >= deadline:
-            self.signals.end_within(self.signals.kill_after)
-
-    async def _reload(self, cluster: Cluster) -> None:
-        """On each SIGHUP: change the cluster to what the file says now, or to nothing new."""
-        seen, file = 0, self.options.file
-        while True:
-            seen = await self.signals.wait_hangup(seen)
-            try:
-                config = load_config(file, overrides=self.options.overrides)
-                plan = await cluster.apply(config)
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the run goes on
-                said = "; ".join(describe(error).splitlines())  # a log's record is one line
-                _log.error("SIGHUP: all stays as it was: %s", said)
-            else:
-                set_up(config.log.level)
-                _log.warning("SIGHUP: %s is in force: %s", file, plan.in_a_line)
+        await self.drain(cluster, deadline)
 
     def _report(self, cluster: Cluster) -> None:
         if self.options.as_json:
             self.output.write(json_report(cluster.statistics(), self.tally))
         elif self.tally.overall()["requests"]:
             self.output.write(table_report(cluster.statistics(), self.tally))
-
-
-def starting(config: Config) -> str:
-    """What is about to be started, and where it will be found."""
-    count = sum(group.count for group in config.engines)
-    processes = sum(group.count for group in config.engines if group.kind is EngineKind.PROCESS)
-    if not processes:
-        where = ""
-    elif processes < count:
-        where = f", {processes} of them a process of its own"
-    else:
-        where = f", {'each ' * (count > 1)}a process of its own"
-    return f"starting {plural(count, 'engine')}{where} …"
-
-
-def _say(message: str) -> None:
-    """Tell a person at a terminal what takes a while; programs need not know."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        click.echo(message, err=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
+import click
+
 from dpkit import errors
 from dpkit.errors import DpkitError
 
@@ -32,3 +36,9 @@ def one_line(text: str) -> str:
 def describe(error: BaseException) -> str:
     """What went wrong: dpkit's own words, or those of somebody else's exception with its name."""
     return str(error) if isinstance(error, DpkitError) else errors.describe(error)
+
+
+def say(message: str) -> None:
+    """Tell a person at a terminal what takes a while; programs need not know."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        click.echo(message, err=True)

@@ -61,6 +61,12 @@ def make_absolute(tables: dict[str, Any], folder: Path) -> None:
     log = tables.get("log")
     if isinstance(log, dict) and isinstance(log.get("events"), str):
         log["events"] = _absolute(log["events"], folder)
+    server = tables.get("server")
+    if isinstance(server, dict):
+        for key in ("listen", "admin_listen"):
+            kind, _, path = str(server.get(key)).partition(":")
+            if kind == "unix" and path:
+                server[key] = f"unix:{_absolute(path, folder)}"
 
 
 def _absolute(path: str, folder: Path) -> str:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import attrs
 
 from dpkit.config.checks import CLASS_PATH, Between, MadeOf, model_name, policy_name
-from dpkit.config.schema import EXTENDS, Config, table_of
+from dpkit.config.schema import EXTENDS, Config, may_be_absent, table_of
+from dpkit.config.server import LISTEN, VARIABLE, listen_address, variable_with_keys
 from dpkit.config.show import plain_default
 from dpkit.config.units import DURATION, SIZE, Bytes, Seconds
 from dpkit.names import PolicyName
@@ -29,6 +30,7 @@ _BASE: Schema = {
     "description": "Another TOML file, relative to this one: it says what this one leaves out.",
 }
 _MODELS = ["smollm2-135m", "echo", "cost:h100-8b", "./directory", "./file.gguf", "pkg.mod:Class"]
+_SHAPES: dict[Any, str] = {listen_address: LISTEN, variable_with_keys: VARIABLE}
 _PATTERNS: dict[Any, str] = {Seconds: DURATION, Bytes: SIZE}
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
@@ -63,7 +65,8 @@ def _key(attribute: Attribute[Any]) -> Schema:
     nested = table_of(attribute)
     if nested is not None:
         one = _table(nested)
-        return one if attribute.type is nested else {"type": "array", "minItems": 1, "items": one}
+        alone = attribute.type is nested or may_be_absent(attribute)
+        return one if alone else {"type": "array", "minItems": 1, "items": one}
     default = plain_default(attribute)
     return {
         "description": attribute.metadata["why"],
@@ -89,6 +92,8 @@ def _limits(check: object) -> Schema:
         return {"minimum": check.low, "maximum": check.high}
     if isinstance(check, MadeOf):
         return {"pattern": f"^({check.pattern})$"}
+    if check in _SHAPES:
+        return {"pattern": f"^({_SHAPES[check]})$"}
     if check is policy_name:
         names = [str(name) for name in PolicyName]
         return {"anyOf": [{"enum": names}, {"pattern": f"^{CLASS_PATH}$"}]}

@@ -61,6 +61,7 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
     yield from _too_few_engines(cluster, config.get("engines") or ())
     balancer = config.get("balancer") or {}
     yield from _at_most(balancer, ("balancer",), ("eject_for", 1.0), ("eject_max", 60.0))
+    yield from _same_address(config.get("server") or {})
 
 
 def _pool_size_twice(kv: Table, at: Path) -> Iterator[tuple[Path, str]]:
@@ -129,6 +130,14 @@ def _phases(cluster: Table) -> Iterator[tuple[Path, str]]:
     if pre_stop is not None and pre_stop > left:
         message = f"must be at most {show_duration(left)}, which is grace without kill_after"
         yield ("cluster", "pre_stop"), f"{message}; got {show_duration(pre_stop)}"
+
+
+def _same_address(server: Table) -> Iterator[tuple[Path, str]]:
+    """Two listeners at one address; each may pick a port of its own."""
+    listen = server.get("listen", "127.0.0.1:8000")
+    if listen is not None and listen == server.get("admin_listen") and not listen.endswith(":0"):
+        message = f"{quote(listen)} is server.listen already"
+        yield ("server", "admin_listen"), f"{message}; leave it out, or give another port"
 
 
 def _too_few_engines(cluster: Table, groups: Sequence[Table | None]) -> Iterator[tuple[Path, str]]:

@@ -24,6 +24,7 @@ from dpkit.config.groups import SupervisionConfig as SupervisionConfig  # noqa: 
 from dpkit.config.groups import VllmConfig as VllmConfig  # noqa: PLC0414 - likewise
 from dpkit.config.reasons import why
 from dpkit.config.rules import Conflict, conflicts
+from dpkit.config.server import ServerConfig as ServerConfig  # noqa: PLC0414 - likewise
 from dpkit.config.units import Seconds, show_duration
 from dpkit.names import EngineKind, PolicyName
 
@@ -261,6 +262,7 @@ class Config:
     coordinator: CoordinatorConfig = field(factory=CoordinatorConfig)
     balancer: BalancerConfig = field(factory=BalancerConfig)
     log: LogConfig = field(factory=LogConfig)
+    server: ServerConfig | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check the rules between keys; those of one key are its validator."""
@@ -281,6 +283,11 @@ def table_of(attribute: "Attribute[Any]") -> type | None:
     """The class of the table (or of each table of the array) that a key holds; None for a value."""
     candidates = (attribute.type, *get_args(attribute.type))
     return next((kind for kind in candidates if attrs.has(kind)), None)
+
+
+def may_be_absent(attribute: "Attribute[Any]") -> bool:
+    """Whether a table that is not in the file is not there at all, rather than at its defaults."""
+    return attribute.default is None and table_of(attribute) is not None
 
 
 def walk(table: type = Config, prefix: str = "") -> Iterator[tuple[str, "Attribute[Any]"]]:

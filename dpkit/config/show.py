@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from dpkit.config.schema import Config, table_of
+from dpkit.config.schema import Config, may_be_absent, table_of
 from dpkit.config.units import Bytes, Seconds, show_duration, show_size
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def _filled(table: type, said: Mapping[str, Any]) -> dict[str, Any]:
         name, nested = attribute.name, table_of(attribute)
         if nested is None:
             filled[name] = said.get(name, plain_default(attribute))
+        elif may_be_absent(attribute) and name not in said:
+            continue
         elif isinstance(groups := said.get(name, {}), list):
             filled[name] = [_filled(nested, group) for group in groups]
         else:

@@ -281,6 +281,16 @@ class Builder:
             resume=admission.resume,
         )
 
+    @property
+    def longest(self) -> int:
+        """The most tokens, of prompt and output together, that every engine has room for."""
+        return min(self._longest_of(group) for group in self._config.engines)
+
+    def _longest_of(self, group: EngineGroupConfig) -> int:
+        limits = limits_of(group, self._models[model_key(group)].spec)
+        room = limits.kv_tokens + 1  # the token sampled last is never computed
+        return room if limits.max_model_len is None else min(room, limits.max_model_len)
+
     def policy(self, index: int) -> Policy:
         """Make the policy of one client."""
         return load_policy(self._config.balancer.policy, rng=self.rng(f"{index}/policy"))

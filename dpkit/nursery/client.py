@@ -187,6 +187,60 @@ class Client:
         submission.start()
         return submission
 
+    def submit_many(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        sinks: Sequence[Sink],
+        **options: Unpack[RequestOptions],
+    ) -> tuple[Submission, ...]:
+        """Send a request for each sink, as `generate_many` does for each choice; `n` is theirs.
+
+        All are admitted, or none: when one is refused, those before it are closed. Arguments and
+        errors as for `submit`.
+        """
+        for sink in sinks:
+            check_sink(sink)
+        if sampling is None or sampling.n != len(sinks):
+            options["n"] = len(sinks)
+        made = self._maker.make(prompt, sampling, options)
+        submissions = tuple(
+            Submission(self._flights, asked.request, asked.transcript, sink)
+            for asked, sink in zip(made, sinks, strict=True)
+        )
+        try:
+            for submission in submissions:
+                submission.start()
+        except BaseException:
+            _close(submissions)
+            raise
+        return submissions
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt, as `generate` would make them; may be called in a thread.
+
+        Raises:
+            RequestRejected: it cannot be encoded.
+        """
+        return self._maker.encoder.encode(prompt)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens that begin a text; may be called in a thread.
+
+        Raises:
+            RequestRejected: the model's tokenizer cannot read them.
+        """
+        return self._maker.encoder.decode(token_ids)
+
+    def spell(self, token_id: int) -> str:
+        """Text of one token in the midst of others; empty if it has none.
+
+        Raises:
+            RequestRejected: the model's tokenizer cannot read it.
+        """
+        return self._maker.encoder.spell(token_id)
+
     def statistics(self) -> ClientStatistics:
         """Counts of this client; never waits."""
         flights = self._flights
@@ -231,6 +285,6 @@ def _only(asked: Sequence[Asked], gives: str) -> Asked:
     return first
 
 
-def _close(streams: Iterable[OutputStream]) -> None:
-    for stream in streams:
-        stream.close()
+def _close(receivers: Iterable[OutputStream | Submission]) -> None:
+    for receiver in receivers:
+        receiver.close()

@@ -47,6 +47,7 @@ from dpkit.nursery.membership import Membership
 from dpkit.nursery.reload import make_plan, prepare
 from dpkit.nursery.roster import Roster, refuse_no_time
 from dpkit.nursery.services import open_services
+from dpkit.nursery.slot import EngineStanding
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -135,6 +136,17 @@ class Cluster:
             health=self._membership.statistics(),
             events_lost=self.events.dropped + (self._writer.lost if self._writer else 0),
         )
+
+    @property
+    def engines(self) -> tuple[EngineStanding, ...]:
+        """Every engine and how it is, by rank; cheap, unlike `statistics`."""
+        standings = (EngineStanding(slot.rank, slot.name, slot.state) for slot in self._slots)
+        return tuple(sorted(standings))
+
+    @property
+    def longest(self) -> int:
+        """The most tokens, of prompt and output together, that every engine has room for."""
+        return self._builder.longest
 
     def audit(self) -> tuple[str, ...]:
         """Every contradiction between clients, engines and coordinator, in words; empty: none.

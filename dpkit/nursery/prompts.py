@@ -57,10 +57,19 @@ class Encoder:
 
     def text(self, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
         """The prompt as it was given, or what its tokens say."""
-        if isinstance(prompt, str):
-            return prompt
+        return prompt if isinstance(prompt, str) else self.decode(token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """What tokens say that begin a text."""
+        token_ids = _whole(token_ids)
         with _tokenizing():
             return Transcript(self._tokenizer.decoder()).feed(token_ids, last=True)
+
+    def spell(self, token_id: int) -> str:
+        """What one token says in the midst of a text."""
+        with _tokenizing():
+            decoder = self._tokenizer.decoder((token_id,))  # as the first it may lose a blank
+            return decoder.feed((token_id,)) + decoder.finish()
 
     def decoder(self, token_ids: tuple[int, ...]) -> TextDecoder:
         """Make a fresh decoder for what follows these tokens."""

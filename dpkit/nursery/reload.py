@@ -65,7 +65,9 @@ def make_plan(old: Config, new: Config) -> Plan:
     """
     before, after = _settings(old), _settings(new)
     changed = [key for key in after if before[key] != after[key]]
-    fixed = [f"{key}: cannot change while the cluster runs" for key in changed if key in _FIXED]
+    fixed = [key for key in changed if key in _FIXED]
+    fixed += ["server"] if old.server != new.server else []  # it listens
+    fixed = [f"{key}: cannot change while the cluster runs" for key in fixed]
     if fixed := [*fixed, *_tokenizer_changes(old, new), *_other_desks(old, new)]:
         raise ConfigError(fixed)
     lines = [f"{key}: {before[key]!r} → {after[key]!r}" for key in changed]
@@ -73,8 +75,8 @@ def make_plan(old: Config, new: Config) -> Plan:
 
 
 def _settings(config: Config) -> dict[str, object]:
-    """Every key outside ``[[engines]]``, dotted."""
-    tables = asdict(config, filter=lambda attribute, _: attribute.name != "engines")
+    """Every key that may change outside ``[[engines]]``, dotted."""
+    tables = asdict(config, filter=lambda a, _: a.name not in {"engines", "server"})
     return {
         f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()
     }

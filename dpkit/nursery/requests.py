@@ -82,7 +82,7 @@ class RequestMaker:
     """
 
     def __init__(self, tokenizer: Tokenizer, rng: random.Random, prefix: str) -> None:
-        self._encoder = Encoder(tokenizer)
+        self.encoder = Encoder(tokenizer)
         self._rng = rng
         self._ids = (f"{prefix}-{n}" for n in itertools.count(1))
 
@@ -131,7 +131,7 @@ class RequestMaker:
         deadline = _deadline(own.pop("timeout", None))
         return GenerateRequest(
             request_id=request_id,
-            prompt_token_ids=self._encoder.encode(prompt),
+            prompt_token_ids=self.encoder.encode(prompt),
             deadline=deadline,
             sampling=self._sampling(sampling, fields),
             is_checked=True,
@@ -153,10 +153,10 @@ class RequestMaker:
     def _transcript(self, prompt: Prompt, request: GenerateRequest) -> Transcript:
         sampling, token_ids = request.sampling, request.prompt_token_ids
         return Transcript(
-            self._encoder.decoder(token_ids),
+            self.encoder.decoder(token_ids),
             stop=sampling.stop,
             min_tokens=sampling.min_tokens,
-            prefix=self._encoder.text(prompt, token_ids) if sampling.echo else "",
+            prefix=self.encoder.text(prompt, token_ids) if sampling.echo else "",
         )
 
 
@@ -187,6 +187,8 @@ def choice_of(request: GenerateRequest, index: int) -> GenerateRequest:
 
     The others have seeds that follow from the request's own, the same in every process.
     """
+    if request.sampling.n == 1:  # most often, and not worth a copy
+        return request
     sampling = evolve(request.sampling, n=1)
     if index == 0:
         return evolve(request, sampling=sampling)

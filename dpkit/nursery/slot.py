@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 from attrs import frozen
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 
 SECOND_LOOK_S = 1.0
 """So much later than `step_timeout` a step counts as hung, or as late again if that is less."""
+
+
+class EngineStanding(NamedTuple):
+    """Who an engine is, and how."""
+
+    rank: int
+    name: str
+    state: EngineState
 
 
 @frozen(kw_only=True)

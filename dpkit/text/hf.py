@@ -26,6 +26,10 @@ _MOST_HELD = 3
 # some decoders treat the first token of a sequence apart.
 _WINDOW = 2 * _MOST_HELD
 
+# Characters from which on a text is encoded as a batch of one: with that the library lets other
+# threads run meanwhile, which `encode` does not (0.23): a megabyte takes a second.
+_LONG = 16 * 1024
+
 # Tokens of a prompt among which a window of those that have text is looked for.
 _LOOK_BACK = 4 * _WINDOW
 
@@ -52,8 +56,7 @@ class HfTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with a first token where the tokenizer itself adds one."""
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return self._ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.
@@ -64,7 +67,14 @@ class HfTokenizer:
         if not self._template:
             raise RequestRejected("this model has no chat template; send the prompt as plain text")
         text = self._template.render(messages)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) < _LONG:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decoder(self, prompt_token_ids: Sequence[int] = ()) -> HfDecoder:

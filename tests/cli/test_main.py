@@ -240,7 +240,7 @@ def test_make_help_lists_every_target() -> None:
         check=True,
     )
     listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
-    assert listed["run"] == "the main job: two engines, each a process, answer four prompts"
+    assert listed["run"] == "the main job: two engines behind OpenAI's routes, until Ctrl-C"
     assert set(listed) == set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dpkit.cli.main import main
-from dpkit.cli.run import starting
+from dpkit.cli.running import starting
 from dpkit.config.load import parse_config
 
 if TYPE_CHECKING:

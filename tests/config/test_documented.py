@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -51,7 +52,8 @@ def test_documented_default_is_the_default(key: str) -> None:
         assert VALUES[key].default is None
     else:
         override = f"{key.replace('engines.', 'engines.0.')}={default.strip('`')}"
-        assert parse_config(MINIMAL, overrides=[override]) == parse_config(MINIMAL)
+        minimal = MINIMAL + "[server]" * key.startswith("server.")
+        assert parse_config(minimal, overrides=[override]) == parse_config(minimal)
 
 
 def test_first_example_of_the_docs_is_a_whole_config() -> None:
@@ -74,6 +76,8 @@ def test_example_file_shows_every_key(full_example: str) -> None:
 
 def test_commented_keys_of_the_example_stand_at_their_defaults(full_example: str) -> None:
     full, plain = parse_config(full_example), load_config(ROOT / "dpkit.toml")
+    names = ("model_name", "api_key_env", "admin_listen", "admin_key_env")
+    absent: dict[str, Any] = dict.fromkeys(names)
     chosen_by_absence = {"max_num_seqs": None, "max_num_batched_tokens": None}
     (group,) = full.engines
     group = attrs.evolve(
@@ -81,12 +85,14 @@ def test_commented_keys_of_the_example_stand_at_their_defaults(full_example: str
         scheduler=attrs.evolve(group.scheduler, **chosen_by_absence),
         kv=attrs.evolve(group.kv, num_blocks=None),
     )
+    assert full.server is not None
     expected = attrs.evolve(
         full,
         engines=[group],
         cluster=attrs.evolve(full.cluster, seed=None, kill_after=None),
         admission=attrs.evolve(full.admission, max_inflight=None),
         log=attrs.evolve(full.log, events=None),
+        server=attrs.evolve(full.server, **absent),
     )
     assert expected == plain
     assert isinstance(plain, Config)

@@ -137,7 +137,7 @@ def test_text_as_deep_as_tomli_takes_is_no_trouble() -> None:
     deep = "[" * 300 + "]" * 300
     assert _complaint(f"x = {deep}\n{MINIMAL}count = {deep}") == (
         "<string>:1:1: x: unknown key; "
-        "known here: cluster, engines, admission, coordinator, balancer, log, extends\n"
+        "known here: cluster, engines, admission, coordinator, balancer, log, server, extends\n"
         "<string>:4:1: engines.0.count: expected an integer, got an array"
     )
 

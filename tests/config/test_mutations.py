@@ -79,7 +79,7 @@ def test_any_override_gives_a_config_or_problems(full_example: str, override: st
     _config_or_problems(full_example, override)
 
 
-@given(st.permutations(range(6)))
+@given(st.permutations(range(7)))
 def test_the_order_of_tables_does_not_matter(full_example: str, order: list[int]) -> None:
     tables = list(tomli.loads(full_example).items())
     assert parse_config(tomli_w.dumps(dict(tables[i] for i in order))) == parse_config(full_example)

@@ -161,3 +161,17 @@ def _processes_told(word: str) -> int:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_is_tested(path: Path) -> None:
     assert f'"{path.name}"' in Path(__file__).read_text()
+
+
+def test_a_program_serves_its_cluster_over_http() -> None:
+    said = run("serve_http.py")
+    assert re.fullmatch(r"engine-\d says: user: Polly wants a cracker\n", said)
+
+
+def test_a_handler_of_ones_own_is_served_over_http() -> None:
+    assert run("http_handler.py").splitlines() == [
+        "a whole answer: 3 events",
+        "cancelled: client_gone",
+        "cancelled: shutdown",
+        "told: data: the server stops",
+    ]

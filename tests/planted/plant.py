@@ -23,6 +23,9 @@ SWEEP = f"{NURSERY}/test_cancel_sweep.py"
 FAIL_SWEEP = f"{NURSERY}/test_fail_sweep.py"
 FAULTS = f"{NURSERY}/test_fault_table.py"
 ENDS = f"{NURSERY}/test_request_ends.py"
+SERVE = "tests/serve"
+_LEAVES = "test_D01_the_abort_reaches_the_engine_after_three_tokens"
+_LOST = "test_J08_an_engine_lost_in_midstream_is_an_event_and_no_done"
 SUBMISSIONS = f"{NURSERY}/test_submission.py"
 
 
@@ -248,12 +251,28 @@ PLANTS = {
         "_age(stats) > _age(newest)",
         f"{NURSERY}/test_fanin.py",
     ),
+    "http_forgets_to_abort": Plant(
+        "P3",
+        "the client has left, and the engine generates for nobody",
+        "dpkit/serve/generation.py",
+        "        answer.close()\n",
+        "        pass\n",
+        f"{SERVE}/test_openai_disconnect.py::{_LEAVES}",
+    ),
+    "http_loss_looks_complete": Plant(
+        "P1",
+        "a stream that was cut off ends like one that is whole",
+        "dpkit/serve/answers.py",
+        "            self.responder.write(self._left() + error_event(told.fields))\n",
+        "            self.responder.write(self._left() + self.form.ending(self.usage))\n",
+        f"{SERVE}/test_openai_errors.py::{_LOST}",
+    ),
 }
 
 
 def planted_copy(name: str, directory: Path) -> None:
     """Copy what the tests need into `directory`, and apply the patch of that name."""
-    for part in ("dpkit", NURSERY):
+    for part in ("dpkit", NURSERY, SERVE):
         shutil.copytree(ROOT / part, directory / part, ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(ROOT / part, directory / part)

@@ -1,0 +1,111 @@
+"""What goes wrong, as clients of OpenAI's API hear it: a status, a body, and when to try again.
+
+Knows no route and no socket. A bug of ours, or of a class that somebody brought, is told to the
+log; the client hears that there was one, and which request it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dpkit.errors import DpkitError, TryLater
+
+if TYPE_CHECKING:
+    from dpkit.serve.face import Headers, Responder
+
+JSON = (b"content-type", b"application/json")
+
+_log = logging.getLogger(__name__)
+
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+_RETRY_S = 1.0
+"""What is said to a client whose engine was lost, say: the others take it at once."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: Of HTTP.
+        message: For people.
+        code: For programs: what it is, in one word.
+        param: The field of the request that is wrong.
+        retry_after: Seconds after which it may be tried again.
+        headers: More of them.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+        headers: Headers = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self._retry_after = retry_after
+        self._headers = tuple(headers)
+
+    @property
+    def headers(self) -> Headers:
+        """Of the answer."""
+        headers = [JSON, *self._headers]
+        if self._retry_after is not None:
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(self._retry_after))))
+        return headers
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What stands under ``error``."""
+        kind = _KINDS.get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+
+    @property
+    def body(self) -> bytes:
+        """The whole body."""
+        return _encode({"error": self.fields})
+
+    def answer(self, responder: Responder) -> None:
+        """Be the answer, which nothing was said of yet."""
+        responder.respond(self.status, self.headers, self.body)
+
+
+def bad_request(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
+    """What is asked for cannot be had as it was asked."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def api_error(error: Exception, request_id: str) -> ApiError:
+    """What a client hears of an exception; what is nobody's word to it goes to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if not isinstance(error, DpkitError) or error.http_status == 500:
+        _log.error("request %s failed", request_id, exc_info=error)
+        return ApiError(
+            500, f"request {request_id} failed within the server; its log says why", code="internal"
+        )
+    retry_after = None
+    if isinstance(error, TryLater):
+        retry_after = error.retry_after
+    elif error.retryable:
+        retry_after = _RETRY_S
+    return ApiError(error.http_status, str(error), code=_code(error), retry_after=retry_after)
+
+
+def _code(error: DpkitError) -> str:
+    """``EngineLost`` is ``engine_lost``."""
+    name = type(error).__name__
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)[1:]

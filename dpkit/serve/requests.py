@@ -1,0 +1,334 @@
+"""The bodies of OpenAI's API: JSON to an order that was checked, or a refusal in words.
+
+Fields that nobody knows are ignored, as clients send many; fields that would change the answer and
+cannot be obeyed are refused by name. Knows no model: whether a prompt fits is for others to say.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+from attrs import evolve, fields, frozen
+
+from dpkit.sampling import MOST_TOKENS, SamplingParams, shown
+from dpkit.serve.errors import bad_request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dpkit.nursery.prompts import Prompt
+
+    CheckModel: TypeAlias = Callable[[str | None], None]
+
+MOST_ANSWERS = 1024
+"""Answers that one request may ask for: its prompts times `n`."""
+
+_COMPLETION_TOKENS = 16  # OpenAI's default, and vLLM's
+
+Body = TypeVar("Body")
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream tells beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    """What both kinds of request have. None is as good as left out, whatever the field."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    # What would change the answer, and cannot be had.
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+
+_TOKENS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_PROMPT = [
+    {"type": "string"},
+    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    _TOKENS,
+    {"type": "array", "items": _TOKENS, "minItems": 1},
+]
+
+
+class CompletionBody(_Body, kw_only=True):
+    """Of ``/v1/completions``."""
+
+    prompt: Annotated[Any, msgspec.Meta(extra_json_schema={"anyOf": _PROMPT})] = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: Any = None
+
+
+class ContentPart(msgspec.Struct):
+    """A piece of a message."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+
+class ChatBody(_Body, kw_only=True):
+    """Of ``/v1/chat/completions``."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: Any = None
+    functions: Any = None
+    audio: Any = None
+
+
+@frozen(kw_only=True)
+class Order:
+    """What is to be generated, and what of it is to be told."""
+
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    """But for `max_tokens`, if `max_tokens` is None here."""
+    max_tokens: int | None
+    """None: as many as there is room for."""
+    n: int = 1
+    echo: bool = False
+    without_output: bool = False
+    """Only the prompt is told: `max_tokens` was 0."""
+    stream: bool = False
+    usage: bool = False
+    running_usage: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    timeout: float | None = None
+
+    def sampling_for(self, prompt_tokens: int, longest: int) -> SamplingParams:
+        """How to sample after a prompt of so many tokens, if `longest` is the most altogether."""
+        if self.max_tokens is not None:
+            return self.sampling
+        room = max(1, longest - prompt_tokens, self.sampling.min_tokens)
+        return evolve(self.sampling, max_tokens=min(room, MOST_TOKENS))
+
+
+def _any_model(asked: str | None) -> None:
+    """Take whatever is asked for."""
+
+
+def read_completion(body: bytes, check_model: CheckModel = _any_model) -> Order:
+    """Read a body of ``/v1/completions``.
+
+    Args:
+        body: As it came.
+        check_model: Refuses a model before anything else is looked at; None: none was named.
+
+    Raises:
+        ApiError: 400, with the field that is wrong. What `check_model` raises.
+    """
+    asked = decode_body(_COMPLETION, body)
+    check_model(asked.model)
+    if asked.best_of not in {None, 1} and asked.best_of != asked.n:
+        raise bad_request(
+            f"best_of = {asked.best_of} cannot be had: all answers are returned, none is chosen; "
+            "ask for n",
+            "best_of",
+        )
+    if asked.suffix:
+        raise bad_request("suffix cannot be had: models here only write on", "suffix")
+    max_tokens = _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+    max_tokens = max(max_tokens, asked.min_tokens or 0) if asked.max_tokens is None else max_tokens
+    only_prompt = bool(asked.echo) and max_tokens == 0
+    logprobs = asked.logprobs
+    return _order(
+        asked,
+        prompts=_prompts(asked.prompt),
+        max_tokens=1 if only_prompt else max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if asked.echo else None,
+        echo=bool(asked.echo),
+        without_output=only_prompt,
+    )
+
+
+def read_chat(body: bytes, check_model: CheckModel = _any_model) -> Order:
+    """Read a body of ``/v1/chat/completions``; as `read_completion` otherwise."""
+    asked = decode_body(_CHAT, body)
+    check_model(asked.model)
+    if asked.tool_choice not in (None, "none", "auto"):
+        raise bad_request("no tool can be called here; leave tool_choice out", "tool_choice")
+    for name in ("functions", "audio"):
+        if getattr(asked, name):
+            raise bad_request(f"{name} cannot be had; leave it out", name)
+    if not asked.messages:
+        raise bad_request("messages is empty; give one at least", "messages")
+    if asked.top_logprobs and not asked.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    max_tokens = asked.max_completion_tokens
+    return _order(
+        asked,
+        prompts=(plain_messages(asked.messages),),
+        max_tokens=asked.max_tokens if max_tokens is None else max_tokens,
+        logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+    )
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Make messages what chat templates take.
+
+    Raises:
+        ApiError: 400, one has what is no text.
+    """
+    return [_message(index, message) for index, message in enumerate(messages)]
+
+
+def _message(index: int, message: Message) -> dict[str, str]:
+    content = message.content
+    if isinstance(content, list):
+        for number, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                where = f"messages[{index}].content[{number}]"
+                raise bad_request(f"{where}: only text is understood here, not {part.type}", where)
+        content = "".join(part.text or "" for part in content)
+    # What OpenAI calls developer, templates know as system.
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": content or ""}
+
+
+def _prompts(prompt: Any) -> tuple[Prompt, ...]:
+    """One prompt or several: text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not isinstance(prompt, list) or not prompt:
+        raise bad_request(f"prompt must be text or token ids, not {shown(prompt)}", "prompt")
+    if all(type(item) is int for item in prompt):
+        return (prompt,)
+    if all(isinstance(item, str) for item in prompt):
+        return tuple(prompt)
+    for item in prompt:
+        if not (isinstance(item, list) and all(type(each) is int for each in item)):
+            raise bad_request(
+                f"prompt must be text, token ids, or a list of one of them; it has {shown(item)}",
+                "prompt",
+            )
+    return tuple(prompt)
+
+
+def _order(
+    asked: _Body, *, prompts: tuple[Prompt, ...], max_tokens: int | None, **more: Any
+) -> Order:
+    _refuse_grammars(asked)
+    n = 1 if asked.n is None else asked.n
+    if n * len(prompts) > MOST_ANSWERS:
+        raise bad_request(
+            f"{len(prompts)} prompts and n = {n} are more than {MOST_ANSWERS} answers", "n"
+        )
+    told: dict[str, int | None] = {name: more.pop(name) for name in _TOLD if name in more}
+    options = asked.stream_options
+    if options is not None and not asked.stream:
+        raise bad_request("stream_options needs stream to be true", "stream_options")
+    return Order(
+        prompts=prompts,
+        sampling=_sampling(asked, max_tokens, n, told),
+        max_tokens=max_tokens,
+        n=n,
+        stream=bool(asked.stream),
+        usage=bool(options and (options.include_usage or options.continuous_usage_stats)),
+        running_usage=bool(options and options.continuous_usage_stats),
+        priority=asked.priority or 0,
+        cache_salt=asked.cache_salt or "",
+        timeout=asked.timeout,
+        **more,
+    )
+
+
+def _refuse_grammars(asked: _Body) -> None:
+    for name in _GRAMMARS:
+        value = getattr(asked, name)
+        if value is None or (isinstance(value, dict) and value.get("type") == "text"):
+            continue
+        raise bad_request(f"{name} cannot be had: no grammar bounds the answers here", name)
+
+
+def _sampling(
+    asked: _Body, max_tokens: int | None, n: int, told: dict[str, int | None]
+) -> SamplingParams:
+    given = {name: getattr(asked, name) for name in _SAMPLING}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("top_k") == -1:  # vLLM's word for all
+        given["top_k"] = 0
+    if max_tokens is None:
+        max_tokens = MOST_TOKENS
+    try:
+        # 1.0 is OpenAI's temperature; who embeds dpkit has greedy.
+        return SamplingParams(**{"temperature": 1.0, **given, **told}, max_tokens=max_tokens, n=n)
+    except ValueError as error:
+        name = str(error).partition(" ")[0]
+        raise bad_request(str(error), name if name in _FIELDS else None) from None
+
+
+def decode_body(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Read a body.
+
+    Raises:
+        ApiError: 400, with the field that is wrong.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        message = str(error).partition(" - at `")[0]
+        place = _PLACE.search(str(error))
+        param = place and (place[1] or place[2])
+        raise bad_request(f"{param or 'the body'}: {message}", param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is no JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply", code="invalid_json") from None
+
+
+_PLACE = re.compile(r"`\$\.(.+)`|required field `(.+?)`")
+_COMPLETION = msgspec.json.Decoder(CompletionBody)
+_CHAT = msgspec.json.Decoder(ChatBody)
+_GRAMMARS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+_FIELDS = {attribute.name for attribute in fields(SamplingParams)}
+_TOLD = ("logprobs", "prompt_logprobs")
+_OWN = {"max_tokens", "n", "echo", *_TOLD}
+_SAMPLING = tuple(name for name in CompletionBody.__struct_fields__ if name in _FIELDS - _OWN)

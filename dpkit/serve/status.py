@@ -1,0 +1,69 @@
+"""How the server and its cluster are: for probes, load balancers and people. Nothing here waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from dpkit import __version__
+from dpkit.messages import EngineId
+from dpkit.serve.chunks import encode
+from dpkit.serve.errors import JSON
+from dpkit.serve.front import State
+
+if TYPE_CHECKING:
+    from dpkit.nursery.cluster import Cluster
+    from dpkit.serve.face import Request, Responder
+    from dpkit.serve.front import Front
+
+
+async def health(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
+    """Answer 200 for as long as the process is well, whatever becomes of its engines."""
+    responder.respond(200)
+
+
+async def ready(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
+    """Answer 200 if requests are served here: not while starting, nor while draining."""
+    engines = {} if front.is_starting else _engines(front.cluster)
+    told: dict[str, Any] = {"status": front.state, "engines": engines}
+    if front.state is State.READY:
+        responder.respond(200, (JSON,), encode(told))
+    else:
+        responder.respond(503, (JSON, (b"retry-after", b"1")), encode(told))
+
+
+async def tell_version(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
+    """Answer with dpkit's version."""
+    responder.respond(200, (JSON,), encode({"version": __version__}))
+
+
+async def statistics(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
+    """Answer with all that is counted, and who is how."""
+    cluster = front.cluster
+    told = {
+        "status": front.state,
+        "cluster": cluster.config.cluster.name,
+        "ranks": {engine.name: engine.rank for engine in cluster.engines},
+        **plain(cluster.statistics()),
+    }
+    responder.respond(200, (JSON,), encode(told))
+
+
+def _engines(cluster: Cluster) -> dict[str, str]:
+    return {engine.name: engine.state for engine in cluster.engines}
+
+
+def plain(value: Any) -> Any:
+    """Statistics as JSON has them: objects, lists and numbers; an engine is its name."""
+    if attrs.has(type(value)):
+        names = (field.name for field in attrs.fields(type(value)))
+        return {name: plain(getattr(value, name)) for name in names}
+    if isinstance(value, EngineId):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {"" if key is None else str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, tuple | list | set | frozenset):
+        return [plain(each) for each in value]
+    return value

@@ -1,0 +1,40 @@
+"""docs/serve.md: its program runs as it stands there, and it names every route and field."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpkit.serve.front import Front
+from dpkit.serve.requests import ChatBody, CompletionBody
+from dpkit.serve.routes import ADMIN, API, Router
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+
+ROUTES = Router(Front(), API + ADMIN).routes
+
+
+def test_its_program_runs() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    process = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert (process.stdout, process.stderr) == ("1 ready\n", "")
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+def test_it_names_every_route(route) -> None:
+    name = f"{route.path}NAME" if route.path.endswith("/") else route.path
+    assert re.search(rf"`({route.method} )?{re.escape(name)}`", PAGE)
+
+
+@pytest.mark.parametrize(
+    "field", sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__})
+)
+def test_it_names_every_field(field: str) -> None:
+    grammar = field in {"structured_outputs", "functions", "audio"} or field.startswith("guided_")
+    assert grammar or f"`{field}`" in PAGE
