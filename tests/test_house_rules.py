@@ -38,6 +38,7 @@ LAYERS = [
         "dpkit.nursery.alarms",
         "dpkit.nursery.context",
         "dpkit.nursery.limits",
+        "dpkit.nursery.meter",
         "dpkit.nursery.services",
         "dpkit.nursery.supervisor",
         "dpkit.nursery.events",
@@ -65,6 +66,7 @@ LAYERS = [
         "dpkit.nursery.membership",
         "dpkit.nursery.gathering",
         "dpkit.nursery.slot",
+        "dpkit.nursery.standing",
         "dpkit.nursery.hosts",
         "dpkit.nursery.launchers",
         "dpkit.nursery.contexts",
@@ -84,6 +86,7 @@ LAYERS = [
         "dpkit.nursery.cluster",
     ],
     ["dpkit.serve"],
+    ["dpkit.observe"],
     ["dpkit.cli", "dpkit.testing", "dpkit._trio"],
 ]
 STRANGERS = {"dpkit.config", "dpkit.engine", "dpkit.balancer"}

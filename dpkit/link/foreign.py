@@ -152,6 +152,7 @@ class ForeignConnection(WireConnection):
                     *(self.engine, wire_id),
                 )
             self.unacknowledged += 1
+            self.meter.forget(wire_id)
             self._settle(wire_id)
 
     def ask(self) -> None:
@@ -224,13 +225,16 @@ class ForeignConnection(WireConnection):
         for output in envelope.outputs:
             if (held := self._held.get(output.request_id)) is not None:
                 self._count(output, held)
+        stats = envelope.scheduler_stats
+        if stats is not None and (prefixes := stats.prefix_cache_stats) is not None:
+            self._counts.prefix_query_tokens += prefixes.queries
+            self._counts.prefix_hit_tokens += prefixes.hits
         super()._take_batch(envelope)
 
     def _count(self, output: WireOutput, held: Held) -> None:
         report = self._counts
         report.output_tokens += len(output.new_token_ids)
-        if output.new_token_ids and not held.begun:
-            held.begun = True
+        if output.new_token_ids and not held.begun:  # which `super()` notes
             report.prompt_tokens += len(held.asked.prompt_token_ids or ())
         report.requests_finished += output.finish_reason in {FinishCode.STOP, FinishCode.LENGTH}
 

@@ -60,6 +60,8 @@ class ClientStatistics:
     """Outputs that arrived after the release, or from another life of an engine; dropped."""
     sinks_failed: int
     """Sinks of submissions that raised; their requests ended with that."""
+    picks: Mapping[str, Mapping[int, int]]
+    """Placements, by rule (the policy's name, ``pinned`` or ``held``) and by rank of the engine."""
 
     @property
     def finished(self) -> int:
@@ -241,13 +243,13 @@ class Client:
         """
         return self._maker.encoder.spell(token_id)
 
-    def statistics(self) -> ClientStatistics:
-        """Counts of this client; never waits."""
+    def statistics(self, *, requests: bool = True) -> ClientStatistics:
+        """Counts of this client; never waits. The list of `requests` is the dear part."""
         flights = self._flights
         return ClientStatistics(
             inflight=self._ledger.statistics().by_engine,
             queued=flights.queued,
-            requests=flights.statistics(),
+            requests=flights.statistics() if requests else (),
             admission=flights.admission(),
             started=flights.started,
             causes=dict(flights.causes),
@@ -256,6 +258,7 @@ class Client:
             retries_refused=flights.retries.refused,
             late_outputs=flights.late_outputs,
             sinks_failed=flights.sinks_failed,
+            picks={rule: dict(ranks) for rule, ranks in flights.picks.items()},
         )
 
     def audit(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Data and wording; what happens to a flight is decided in `dpkit.nursery.flights`
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,12 +21,15 @@ from dpkit.errors import (
     RequestRejected,
 )
 from dpkit.names import Cause, FinishReason
+from dpkit.nursery.events import Event, EventKind, Figures
 
 if TYPE_CHECKING:
     from dpkit.balancer.admission import Ticket
     from dpkit.balancer.dispatch import Placement
     from dpkit.errors import DpkitError, EngineLost
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
+
+_log = logging.getLogger(__name__)
 
 _DRAIN_RETRY_S = 5.0
 """What a client of a draining cluster is told to wait: about the time a restarted pod needs."""
@@ -109,11 +113,51 @@ class Flight:
     """Whether the engine that has it now has given a token."""
     retries: int = 0
     admitted_at: float = field(factory=trio.current_time)
+    placed_at: float | None = None
+    """On its first engine."""
+    first_token_at: float | None = None
 
     @property
     def delivered(self) -> list[int]:
         """Its tokens so far, read or not."""
         return self.receiver.delivered
+
+    def place(self, placement: Placement, now: float) -> None:
+        """Be on an engine, perhaps not the first one."""
+        self.placement, self.engine, self.answered = placement, placement.engine, False
+        if self.placed_at is None:
+            self.placed_at = now
+        if _log.isEnabledFor(logging.DEBUG):
+            what = self.request.request_id, placement.engine, placement.reason
+            _log.debug("request %s goes to %s by %s", *what)
+
+    def answer(self) -> None:
+        """Take note that the engine that has it now has given a token."""
+        self.answered = True
+        if self.first_token_at is None:
+            self.first_token_at = trio.current_time()
+        self.receiver.on_answered()
+
+    def ended(self, reason: FinishReason, cause: Cause) -> Event:
+        """Its terminal event, as long as it still knows its engine."""
+        asked, placement = self.receiver.request, self.placement
+        return Event(
+            at=trio.current_time(),
+            kind=EventKind.REQUEST_ENDED,
+            engine=self.engine,
+            request_id=asked.request_id,
+            reason=reason,
+            cause=cause,
+            figures=Figures(
+                rank=None if placement is None else placement.rank,
+                prompt_tokens=len(asked.prompt_token_ids),
+                output_tokens=len(self.delivered),
+                max_tokens=asked.sampling.max_tokens,
+                admitted_at=self.admitted_at,
+                placed_at=self.placed_at,
+                first_token_at=self.first_token_at,
+            ),
+        )
 
     def statistics(self) -> RequestStatistics:
         """What is known of the request now."""

@@ -8,7 +8,6 @@ and nothing of prompts or text.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from dpkit.nursery.flight import Flight, cause_of, lateness, not_retried, refusa
 from dpkit.nursery.inbox import duplicate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dpkit.abc import EngineLink, Policy
     from dpkit.balancer.admission import AdmissionStatistics
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flight import Limits, Receiver, RequestStatistics
     from dpkit.nursery.membership import Membership
-
-_log = logging.getLogger(__name__)
 
 
 class Flights:
@@ -77,6 +74,11 @@ class Flights:
         self._queue.max_queued = limits.max_queued
         if policy is not None:
             self._dispatch.use(policy)
+
+    @property
+    def picks(self) -> Mapping[str, Mapping[int, int]]:
+        """Requests placed so far, by rule and by rank."""
+        return self._dispatch.picks
 
     def placed_on(self, engine: EngineId) -> Iterator[str]:
         """Ids of the requests that one life of an engine has."""
@@ -166,8 +168,7 @@ class Flights:
         if output.error is not None and self._try_elsewhere(flight, output.error):
             return
         if output.token_ids and not flight.answered:
-            flight.answered = True
-            flight.receiver.on_answered()
+            flight.answer()
             self._membership.on_success(engine)
         receiver = flight.receiver
         receiver.delivered += output.token_ids
@@ -302,9 +303,7 @@ class Flights:
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
             return
         request_id, engine = flight.request.request_id, placement.engine
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("request %s goes to %s by %s", request_id, engine, placement.reason)
-        flight.placement, flight.engine, flight.answered = placement, engine, False
+        flight.place(placement, now)
         self.placed += 1
         self._alarms.discard(request_id)
         self._set_alarm(flight)
@@ -386,14 +385,14 @@ class Flights:
     def _conclude(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
         """The one terminal event of a request."""
         request_id, engine = flight.request.request_id, flight.engine
+        event = flight.ended(reason, cause)
         self._leave_engine(flight)
         self._leave_queue(flight)
         del self._flights[request_id]
         self._alarms.discard(request_id)
         self.retries.ended(trio.current_time())
         self.causes[cause] += 1
-        ended = EventKind.REQUEST_ENDED
-        self._events.emit(ended, request_id=request_id, engine=engine, reason=reason, cause=cause)
+        self._events.add(event)
         if engine is not None and not flight.answered:
             self._membership.on_inconclusive(engine)  # which may place others, and call anybody
         if not self._flights:

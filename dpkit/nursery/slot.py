@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import trio
-from attrs import frozen
 
 from dpkit.errors import EngineLost, LaunchFailed, describe
 from dpkit.messages import EngineId
 from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
+from dpkit.nursery.standing import EngineStatistics, EngineTotals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dpkit.abc import EngineLink
-    from dpkit.engine.core import EngineCoreStatistics
-    from dpkit.messages import StepReport
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flights import Flights
     from dpkit.nursery.gathering import Gathering
@@ -33,49 +31,6 @@ if TYPE_CHECKING:
 
 SECOND_LOOK_S = 1.0
 """So much later than `step_timeout` a step counts as hung, or as late again if that is less."""
-
-
-class EngineStanding(NamedTuple):
-    """Who an engine is, and how."""
-
-    rank: int
-    name: str
-    state: EngineState
-
-
-@frozen(kw_only=True)
-class EngineTotals:
-    """What an engine has done in all its lives."""
-
-    requests: int = 0
-    """Finished or aborted; one that went on elsewhere counts on each engine."""
-    output_tokens: int = 0
-    preemptions: int = 0
-    peak_kv_usage: float = 0.0
-
-    def and_life(self, core: EngineCoreStatistics) -> EngineTotals:
-        """These, and what one life more has done so far."""
-        return EngineTotals(
-            requests=self.requests + core.requests_finished + core.requests_aborted,
-            output_tokens=self.output_tokens + core.output_tokens,
-            preemptions=self.preemptions + core.preemptions,
-            peak_kv_usage=max(self.peak_kv_usage, core.peak_kv_usage),
-        )
-
-
-@frozen(kw_only=True)
-class EngineStatistics:
-    """One engine at one moment. `core` counts since the birth of its present life."""
-
-    engine: EngineId
-    model: str
-    state: EngineState
-    restarts: int
-    last_error: str | None
-    """Of the life before, or of the last one of an engine that is down."""
-    report: StepReport
-    core: EngineCoreStatistics
-    totals: EngineTotals
 
 
 class EngineSlot:
@@ -115,7 +70,9 @@ class EngineSlot:
         self.name = name
         self.rank = rank
         self.gathering = gathering
-        self.state = EngineState.STARTING
+        self._state, self._since = EngineState.STARTING, trio.current_time()
+        self.is_counted = False
+        """Whether somebody keeps its totals, as it is nobody's any more."""
         self.settled = trio.Event()
         """Set once the engine has been ready for the first time, is down for good, or is absent."""
         self.is_absent = False
@@ -143,6 +100,16 @@ class EngineSlot:
         return f"<EngineSlot {self.name}: {self.state}, {self.restarts} restarts, {self.life!r}>"
 
     @property
+    def state(self) -> EngineState:
+        """How it is."""
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        if state is not self._state:
+            self._state, self._since = state, trio.current_time()
+
+    @property
     def engine(self) -> EngineId:
         """The present life, or the last one."""
         return self.life.engine
@@ -162,7 +129,7 @@ class EngineSlot:
         else:
             self.restarts += 1
             self.state = EngineState.STARTING
-            self._past = self._past.and_life(self.life.statistics())
+            self._past = self._past.and_life(self.life.statistics(), self.life.meter.measured())
             engine = EngineId(self.name, self._first_epoch + number)
             self.life = self._make_life(engine, self.rank, self._lost)
         life = self.life
@@ -233,19 +200,26 @@ class EngineSlot:
         if not self.life.ended.is_set():
             self.life.abandon()
 
+    def totals(self) -> EngineTotals:
+        """What it has done so far."""
+        totals = self._past.and_life(self.life.statistics(), self.life.meter.measured())
+        return totals.restarted(self.restarts)
+
     def statistics(self) -> EngineStatistics:
         """All about this engine, now."""
         error = self.last_error
-        core = self.life.statistics()
         return EngineStatistics(
             engine=self.engine,
+            rank=self.rank,
             model=self._model,
             state=self.state,
+            since=self._since,
             restarts=self.restarts,
             last_error=None if error is None else describe(error),
+            block_size=self.life.limits.block_size,
             report=self.life.report(),
-            core=core,
-            totals=self._past.and_life(core),
+            core=self.life.statistics(),
+            totals=self.totals(),
         )
 
     async def _run(self, life: Life) -> None:
