@@ -20,6 +20,7 @@ from dpkit.errors import ClusterNotStarted
 from dpkit.names import Cause
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.services import open_services
+from dpkit.observe import Metrics
 from dpkit.serve.front import Front
 from dpkit.serve.listeners import ListenFailed
 from dpkit.serve.service import open_service
@@ -65,7 +66,9 @@ class Serving(Running):
         Raises:
             ClusterNotStarted: the address cannot be had; no engine was started.
         """
-        front = Front(self.config.server, reload=self.reload)
+        metrics = Metrics()
+        front = Front(self.config.server, reload=self.reload, metrics=metrics)
+        metrics.watch(front)
         front.observers.append(self._count)
         try:
             service = await open_service(front)
@@ -77,6 +80,7 @@ class Serving(Running):
             outer.start_soon(self._serve_http, service, name="http")
             say(starting(self.config))
             async with open_cluster(self.config) as self.cluster:
+                metrics.use(self.cluster)
                 front.use(self.cluster)
                 self.signals.serving = True
                 async with open_services(grace=0) as services:

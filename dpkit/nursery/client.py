@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dpkit.messages import Completion, EngineId, SamplingParams
     from dpkit.nursery.flight import RequestStatistics
     from dpkit.nursery.flights import Flights
+    from dpkit.nursery.meter import Counted
     from dpkit.nursery.prompts import Prompt
     from dpkit.nursery.requests import Asked, RequestOptions
     from dpkit.nursery.submission import Sink
@@ -61,7 +62,9 @@ class ClientStatistics:
     sinks_failed: int
     """Sinks of submissions that raised; their requests ended with that."""
     picks: Mapping[str, Mapping[int, int]]
-    """Placements, by rule (the policy's name, ``pinned`` or ``held``) and by rank of the engine."""
+    """Requests placed, by rule (the policy's name, ``pinned`` or ``held``) and by engine's rank."""
+    first_token_s: Mapping[int, Counted]
+    """Seconds from admission to the first token, by rank of the engine that gave it."""
 
     @property
     def finished(self) -> int:
@@ -258,6 +261,7 @@ class Client:
             retries_refused=flights.retries.refused,
             late_outputs=flights.late_outputs,
             sinks_failed=flights.sinks_failed,
+            first_token_s=flights.first_tokens.now(),
             picks={rule: dict(ranks) for rule, ranks in flights.picks.items()},
         )
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dpkit.balancer.dispatch import Placement
     from dpkit.errors import DpkitError, EngineLost
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
+    from dpkit.nursery.meter import FirstTokens
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class Flight:
     request: GenerateRequest  # as an engine gets it: it grows when it is resumed elsewhere
     retries_left: int
     times_out_at: float  # in the queue
+    first_tokens: FirstTokens
     ticket: Ticket | None = None
     placement: Placement | None = None
     engine: EngineId | None = None
@@ -135,7 +137,9 @@ class Flight:
         """Take note that the engine that has it now has given a token."""
         self.answered = True
         if self.first_token_at is None:
-            self.first_token_at = trio.current_time()
+            self.first_token_at = now = trio.current_time()
+            assert self.placement is not None  # noqa: S101 - who else gave it
+            self.first_tokens.observe(self.placement.rank, now - self.admitted_at)
         self.receiver.on_answered()
 
     def ended(self, reason: FinishReason, cause: Cause) -> Event:

@@ -21,6 +21,7 @@ from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.flight import Flight, cause_of, lateness, not_retried, refusal
 from dpkit.nursery.inbox import duplicate
+from dpkit.nursery.meter import FirstTokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ class Flights:
         self.placed = 0
         """Requests on engines, now."""
         self.started = self.retried = self.resumed = self.late_outputs = self.sinks_failed = 0
-        self.retries = RetryBudget()
+        self.retries, self.first_tokens = RetryBudget(), FirstTokens()
         self._dispatch = dispatch
         self._limits = limits
         self._membership = membership
@@ -146,7 +147,7 @@ class Flights:
         if request.request_id in self._flights:
             raise duplicate(request.request_id)
         times_out_at = trio.current_time() + self._limits.queue_timeout
-        flight = Flight(receiver, request, self._limits.retries, times_out_at)
+        flight = Flight(receiver, request, self._limits.retries, times_out_at, self.first_tokens)
         at_once = not self._queue and self._has_room() and self._dispatch.has_room(request.engine)
         if not at_once:
             self._enqueue(flight)

@@ -14,13 +14,19 @@ import trio
 from attrs import field, frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 INTER_TOKEN_S = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0),
 )
 """vLLM's bounds."""
+
+FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""Likewise."""
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Likewise."""
@@ -72,6 +78,23 @@ class Histogram:
     def now(self) -> Counted:
         """What it has counted so far."""
         return Counted(self.bounds, tuple(self.counts), self.total)
+
+
+class FirstTokens:
+    """Seconds from the admission of requests to their first tokens, by the rank that gave them."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, Histogram] = {}
+
+    def observe(self, rank: int, seconds: float) -> None:
+        """A request has got its first token."""
+        if (histogram := self._by_rank.get(rank)) is None:
+            histogram = self._by_rank[rank] = Histogram(FIRST_TOKEN_S)
+        histogram.observe(seconds)
+
+    def now(self) -> Mapping[int, Counted]:
+        """All so far."""
+        return {rank: histogram.now() for rank, histogram in self._by_rank.items()}
 
 
 @frozen(kw_only=True)
