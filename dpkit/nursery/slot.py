@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
+from attrs import evolve
 
 from dpkit.errors import EngineLost, LaunchFailed, describe
 from dpkit.messages import EngineId
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dpkit.abc import EngineLink
+    from dpkit.engine.core import EngineCoreStatistics
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flights import Flights
     from dpkit.nursery.gathering import Gathering
@@ -92,7 +94,7 @@ class EngineSlot:
         self._patient_until = math.inf
         self._absence: Exception | None = None
         self._retired = trio.Event()
-        self._past = EngineTotals()  # of the lives before the present one
+        self._past: EngineTotals | None = None  # of the lives before the present one
         self._finished = trio.Event()  # retired, and no request is left here
         self.life = make_life(EngineId(name, first_epoch), rank, self._lost)
 
@@ -129,7 +131,7 @@ class EngineSlot:
         else:
             self.restarts += 1
             self.state = EngineState.STARTING
-            self._past = self._past.and_life(self.life.statistics(), self.life.meter.measured())
+            self._past = evolve(self._totals(self.life.statistics()), restarts=0)
             engine = EngineId(self.name, self._first_epoch + number)
             self.life = self._make_life(engine, self.rank, self._lost)
         life = self.life
@@ -202,12 +204,15 @@ class EngineSlot:
 
     def totals(self) -> EngineTotals:
         """What it has done so far."""
-        totals = self._past.and_life(self.life.statistics(), self.life.meter.measured())
-        return totals.restarted(self.restarts)
+        return self._totals(self.life.statistics())
+
+    def _totals(self, core: EngineCoreStatistics) -> EngineTotals:
+        now = EngineTotals.of_life(core, self.life.meter.measured(), self.restarts)
+        return now if self._past is None else now.plus(self._past)
 
     def statistics(self) -> EngineStatistics:
         """All about this engine, now."""
-        error = self.last_error
+        error, core = self.last_error, self.life.statistics()
         return EngineStatistics(
             engine=self.engine,
             rank=self.rank,
@@ -218,8 +223,8 @@ class EngineSlot:
             last_error=None if error is None else describe(error),
             block_size=self.life.limits.block_size,
             report=self.life.report(),
-            core=self.life.statistics(),
-            totals=self.totals(),
+            core=core,
+            totals=self._totals(core),
         )
 
     async def _run(self, life: Life) -> None:

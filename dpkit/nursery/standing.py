@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from dpkit.nursery.meter import Measured
 
@@ -49,19 +49,19 @@ class EngineTotals:
     restarts: int = 0
     measured: Measured = field(factory=Measured)
 
-    def and_life(self, core: EngineCoreStatistics, measured: Measured) -> EngineTotals:
-        """These, and what one life more has done so far."""
-        return self.plus(
-            EngineTotals(
-                requests=core.requests_finished + core.requests_aborted,
-                prompt_tokens=core.prompt_tokens,
-                output_tokens=core.output_tokens,
-                preemptions=core.preemptions,
-                prefix_query_tokens=core.prefix_query_tokens,
-                prefix_hit_tokens=core.prefix_hit_tokens,
-                peak_kv_usage=core.peak_kv_usage,
-                measured=measured,
-            )
+    @classmethod
+    def of_life(cls, core: EngineCoreStatistics, measured: Measured, restarts: int) -> EngineTotals:
+        """What one life has done so far, and how many came before it."""
+        return cls(
+            requests=core.requests_finished + core.requests_aborted,
+            prompt_tokens=core.prompt_tokens,
+            output_tokens=core.output_tokens,
+            preemptions=core.preemptions,
+            prefix_query_tokens=core.prefix_query_tokens,
+            prefix_hit_tokens=core.prefix_hit_tokens,
+            peak_kv_usage=core.peak_kv_usage,
+            restarts=restarts,
+            measured=measured,
         )
 
     def plus(self, other: EngineTotals) -> EngineTotals:
@@ -77,10 +77,6 @@ class EngineTotals:
             restarts=self.restarts + other.restarts,
             measured=self.measured.plus(other.measured),
         )
-
-    def restarted(self, restarts: int) -> EngineTotals:
-        """The same, with so many restarts."""
-        return evolve(self, restarts=restarts)
 
 
 @frozen(kw_only=True)

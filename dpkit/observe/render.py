@@ -5,6 +5,7 @@ Which of the two text formats is the scraper's choice.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from dpkit.nursery.meter import Counted
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
     from dpkit.observe.catalogue import Family
     from dpkit.observe.numbers import Numbers
     from dpkit.observe.rows import Rows
+
+
+_STRIDE = 64
+"""Samples between two pauses: half a millisecond."""
+_PAUSE_S = 0.0005
 
 
 def process_registry() -> CollectorRegistry:
@@ -80,8 +87,25 @@ class _Scrape(Collector):
     def collect(self) -> Iterator[Metric]:
         for family in self._families:
             if rows := self._rows.get(family.alias_of or family.name):
-                yield _metric(family, rows)
+                metric = _metric(family, rows)
+                metric.samples = _Paced(metric.samples)
+                yield metric
+                time.sleep(_PAUSE_S)
         yield from self._process.collect()
+
+
+class _Paced(list[Sample]):
+    """Samples that are told at a walk: who writes them leaves the interpreter to Trio's thread.
+
+    Without, that thread waits up to 5 ms (`sys.getswitchinterval`) each time that it comes back
+    from a system call, for as long as the text is made: at 64 engines, a third of a second.
+    """
+
+    def __iter__(self) -> Iterator[Sample]:
+        for number, sample in enumerate(super().__iter__()):
+            if number % _STRIDE == _STRIDE - 1:
+                time.sleep(_PAUSE_S)
+            yield sample
 
 
 def _metric(family: Family, rows: list[tuple[tuple[str, ...], float | Counted]]) -> Metric:

@@ -29,8 +29,8 @@ LATENCY_S = (
 )
 """vLLM's bounds for whole requests and their phases."""
 
-TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
-"""vLLM's for counts of tokens, up to five millions, whatever the model's length."""
+TOKENS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
+"""vLLM's for counts of tokens, up to a million, whatever the model's length."""
 
 HTTP_S = (0.1, 0.5, 1.0)
 """As prometheus-fastapi-instrumentator has them."""
