@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from dpkit.names import EngineState
 from dpkit.observe.numbers import ClusterNumbers, Numbers
 from dpkit.observe.render import process_registry, render
 from dpkit.observe.silence import Silence
@@ -110,6 +111,7 @@ class Metrics:
     def _look(self, cluster: Cluster) -> ClusterNumbers:
         now, statistics = trio.current_time(), cluster.statistics(requests=False)
         engines = (*statistics.engines, *statistics.leaving)
+        ready = {each.engine for each in engines if each.state is EngineState.READY}
         silence = self._silence
         assert silence is not None  # noqa: S101 - they come together
         return ClusterNumbers(
@@ -117,7 +119,7 @@ class Metrics:
             now=now,
             statistics=statistics,
             requests=self._requests.now(str(each.rank) for each in engines),
-            silent=silence.count({each.engine for each in engines}, now),
+            silent=silence.count(ready, now),
         )
 
     def _name(self, cluster: Cluster) -> str:

@@ -43,13 +43,13 @@ class Scraped:
                 samples[key] = sample.value
         return cls(text.decode(), samples, kinds)
 
-    def get(self, name: str, **labels: str) -> float:
+    def get(self, name: str, /, **labels: str) -> float:
         """The sum of all series of a name that have these labels."""
         found = self.series(name, **labels)
         assert found, (name, labels)
         return sum(found.values())
 
-    def series(self, name: str, **labels: str) -> Mapping[Sample, float]:
+    def series(self, name: str, /, **labels: str) -> Mapping[Sample, float]:
         """All series of a name that have these labels."""
         wanted = set(labels.items())
         return {
@@ -69,9 +69,9 @@ class Scraped:
         }
 
 
-async def scrape(metrics: Metrics) -> Scraped:
-    """Scrape now."""
-    _, text = await metrics.scrape()
+def scrape(metrics: Metrics) -> Scraped:
+    """Scrape in no time: a virtual clock would not stand still for a thread."""
+    _, text = metrics._render(metrics.numbers(), "")
     return Scraped.of(text)
 
 

@@ -67,7 +67,7 @@ async def test_older_names_have_the_same_numbers_and_can_be_left_out() -> None:
             told = {labels: value for (_, labels), value in scraped.series(now).items()}
             assert {labels: v for (_, labels), v in scraped.series(name).items()} == told
     async with open_cluster(parse_config(ECHO)) as cluster:
-        told = (await scrape(Metrics(cluster, legacy_aliases=False))).kinds
+        told = scrape(Metrics(cluster, legacy_aliases=False)).kinds
     assert not {alias.name for alias in ALIASES} & set(told)
     assert "vllm:kv_cache_usage_perc" in told
 
@@ -125,12 +125,12 @@ async def test_an_asgi_application_tells_it_too() -> None:
 
 async def test_before_there_is_a_cluster_the_server_tells_of_itself() -> None:
     metrics = Metrics()
-    told = await scrape(metrics)
+    told = scrape(metrics)
     assert told.get("python_info") == 1
     assert not told.series("dpkit:server_state"), "nobody serves"
     assert "cluster" not in repr(metrics).lower()
     async with open_observed() as (_, metrics):
-        told = await scrape(metrics)
+        told = scrape(metrics)
         assert told.get("dpkit:server_state", state="ready") == 1
         assert told.get("dpkit:server_state") == 1, "it is in one state"
 
@@ -142,7 +142,7 @@ async def test_probes_hide_nobody(autojump_clock: Any) -> None:
             await desk.get(path)
         await desk.refused(COMPLETIONS)
         await desk.client().request("BREW", COMPLETIONS)
-        told = await scrape(metrics)
+        told = scrape(metrics)
         assert told.get("http_requests_total") == 3
         assert told.get("http_requests_total", method="POST", status="2xx") == 1
         assert told.get("http_requests_total", status="4xx", handler=COMPLETIONS) == 1
@@ -213,14 +213,14 @@ async def test_a_scraper_that_leaves_keeps_nobody_waiting(gate: Gate) -> None:
             nursery.cancel_scope.cancel()
         assert not gate.open.is_set(), "it was not waited for"
         gate.open.set()
-        assert (await scrape(metrics)).get("gate") == 1
+        assert scrape(metrics).get("gate") == 1
 
 
 async def test_two_scrapes_of_one_moment_are_two(autojump_clock: Any) -> None:
     async with open_cluster(parse_config(ECHO)) as cluster:
         metrics = Metrics(cluster)
         for expected in range(3):
-            assert (await scrape(metrics)).get("dpkit:requests_admitted_total") == expected
+            assert scrape(metrics).get("dpkit:requests_admitted_total") == expected
             await cluster.client.complete("a")
 
 
@@ -234,7 +234,7 @@ async def test_who_raises_among_the_listeners_harms_nobody(
         cluster.events.observers.append(fail)
         metrics = Metrics(cluster)
         await cluster.client.complete("a")
-        assert (await scrape(metrics)).get("vllm:request_success_total") == 1
+        assert scrape(metrics).get("vllm:request_success_total") == 1
     assert "an observer of events failed" in caplog.text
 
 
@@ -246,7 +246,7 @@ async def test_a_client_that_leaves_is_counted(autojump_clock: Any) -> None:
         client.close()
         await trio.sleep(1)
         await settle()
-        told = await scrape(metrics)
+        told = scrape(metrics)
         assert told.get("dpkit:client_disconnects_total") == 1
         assert told.get("dpkit:http_answers_total", code="499", ending="client_gone") == 1
         assert told.get("vllm:request_success_total", finished_reason="abort") == 1
