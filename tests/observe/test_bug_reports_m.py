@@ -33,6 +33,7 @@ async def test_M01_each_engine_has_its_rows_and_they_only_grow(autojump_clock: M
     with configs(Mortal()) as make:
         async with open_cluster(make(4)) as cluster:
             metrics = Metrics(cluster)
+            before, ends = scrape(metrics), 0
 
             async def ask_each() -> None:
                 async with trio.open_nursery() as nursery:
@@ -43,7 +44,7 @@ async def test_M01_each_engine_has_its_rows_and_they_only_grow(autojump_clock: M
             async def ask(engine: str) -> None:
                 await cluster.client.complete("abcd", engine=engine)
 
-            async def look(tokens: int) -> None:
+            def look(tokens: int) -> None:
                 nonlocal before
                 now = scrape(metrics)
                 assert_never_down(before, now)
@@ -51,30 +52,29 @@ async def test_M01_each_engine_has_its_rows_and_they_only_grow(autojump_clock: M
                 assert now.get("vllm:prompt_tokens_total") == tokens - ends
                 before = now
 
-            before, ends = scrape(metrics), 0
             await ask_each()
             ends += 4
-            await look(20)
+            look(20)
             assert set(before.series("vllm:generation_tokens_total").values()) == {5}
             await kill(cluster, "engine-2")
             await trio.sleep(60)
-            await look(20)
+            look(20)
             assert before.get("dpkit:engine_restarts_total", engine="2") == 1
             await cluster.scale("engine", 2)
             await settle()
-            await look(20)
+            look(20)
             assert not before.series("vllm:num_requests_running", engine="3"), "it is gone"
             assert before.get("vllm:generation_tokens_total", engine="3") == 5, "what it did is not"
             await cluster.scale("engine", 4)
             await ask_each()
             ends += 4
-            await look(40)
+            look(40)
             assert before.get("vllm:generation_tokens_total", engine="3") == 10
             await cluster.apply(make(4, "scheduler={max_num_seqs=9}"))
-            await look(40)
+            look(40)
             await ask_each()
             ends += 4
-            await look(60)
+            look(60)
             assert before.get("dpkit:engine_restarts_total") == 1
             assert before.get("vllm:request_success_total", finished_reason="stop") == 12
             assert before.get("vllm:inter_token_latency_seconds_count") == 12 * 4

@@ -67,9 +67,9 @@ async def test_older_names_have_the_same_numbers_and_can_be_left_out() -> None:
             told = {labels: value for (_, labels), value in scraped.series(now).items()}
             assert {labels: v for (_, labels), v in scraped.series(name).items()} == told
     async with open_cluster(parse_config(ECHO)) as cluster:
-        told = scrape(Metrics(cluster, legacy_aliases=False)).kinds
-    assert not {alias.name for alias in ALIASES} & set(told)
-    assert "vllm:kv_cache_usage_perc" in told
+        kinds = scrape(Metrics(cluster, legacy_aliases=False)).kinds
+    assert not {alias.name for alias in ALIASES} & set(kinds)
+    assert "vllm:kv_cache_usage_perc" in kinds
 
 
 async def test_it_is_told_over_a_real_socket_in_both_formats() -> None:

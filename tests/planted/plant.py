@@ -24,6 +24,8 @@ FAIL_SWEEP = f"{NURSERY}/test_fail_sweep.py"
 FAULTS = f"{NURSERY}/test_fault_table.py"
 ENDS = f"{NURSERY}/test_request_ends.py"
 SERVE = "tests/serve"
+OBSERVE = "tests/observe"
+_GROW = "test_M01_each_engine_has_its_rows_and_they_only_grow"
 _LEAVES = "test_D01_the_abort_reaches_the_engine_after_three_tokens"
 _LOST = "test_J08_an_engine_lost_in_midstream_is_an_event_and_no_done"
 SUBMISSIONS = f"{NURSERY}/test_submission.py"
@@ -54,6 +56,22 @@ PLANTS = {
         "dpkit/nursery/stream.py",
         "        self._flights.begin(self)\n",
         "        self._flights.begin(self)\n        await trio.lowlevel.checkpoint()\n",
+    ),
+    "deeds_forgotten": Plant(
+        "P2",
+        "what an engine did goes when it goes, and counters go down",
+        "dpkit/nursery/roster.py",
+        "            self.departed[slot.rank] = before.plus(slot.totals())\n",
+        "            self.departed[slot.rank] = before\n",
+        f"{OBSERVE}/test_bug_reports_m.py::{_GROW}",
+    ),
+    "lives_forgotten": Plant(
+        "P2",
+        "what an engine did before its restart is told no more",
+        "dpkit/nursery/slot.py",
+        "        return now if self._past is None else now.plus(self._past)\n",
+        "        return now\n",
+        f"{OBSERVE}/test_bug_reports_m.py::{_GROW}",
     ),
     "abort_forgotten": Plant(
         "P3",
@@ -272,7 +290,7 @@ PLANTS = {
 
 def planted_copy(name: str, directory: Path) -> None:
     """Copy what the tests need into `directory`, and apply the patch of that name."""
-    for part in ("dpkit", NURSERY, SERVE):
+    for part in ("dpkit", NURSERY, SERVE, OBSERVE):
         shutil.copytree(ROOT / part, directory / part, ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(ROOT / part, directory / part)
