@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
@@ -27,17 +22,15 @@ from dpkit.observe.catalogue import ALIASES, FAMILIES, Kind
 from dpkit.observe.rows import rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from prometheus_client.core import Metric
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dpkit.observe.catalogue import Family
     from dpkit.observe.numbers import Numbers
-    from dpkit.observe.rows import Rows
+    from dpkit.observe.rows import Labelled, Rows
 
 
 _STRIDE = 64
-"""Samples between two pauses: half a millisecond."""
+"""Samples between two pauses, which take about half a millisecond."""
 _PAUSE_S = 0.0005
 
 
@@ -77,9 +70,7 @@ def _negotiate(accept: str) -> tuple[Callable[[Collector], bytes], str]:
 
 
 class _Scrape(Collector):
-    def __init__(
-        self, families: tuple[Family, ...] | list[Family], rows: Rows, process: CollectorRegistry
-    ) -> None:
+    def __init__(self, families: Iterable[Family], rows: Rows, process: CollectorRegistry) -> None:
         self._families = families
         self._rows = rows
         self._process = process
@@ -87,43 +78,50 @@ class _Scrape(Collector):
     def collect(self) -> Iterator[Metric]:
         for family in self._families:
             if rows := self._rows.get(family.alias_of or family.name):
-                metric = _metric(family, rows)
-                metric.samples = _Paced(metric.samples)
+                # Of counters the library adds the suffix itself.
+                is_counter = family.kind is Kind.COUNTER
+                name = family.name.removesuffix("_total") if is_counter else family.name
+                metric = Metric(name, family.text, family.kind.value)
+                metric.samples = _Samples(family, rows)
                 yield metric
-                time.sleep(_PAUSE_S)
         yield from self._process.collect()
 
 
-class _Paced(list[Sample]):
-    """Samples that are told at a walk: who writes them leaves the interpreter to Trio's thread.
+class _Samples(list[Sample]):
+    """The samples of a family, each made when it is written, at a walk.
 
-    Without, that thread waits up to 5 ms (`sys.getswitchinterval`) each time that it comes back
-    from a system call, for as long as the text is made: at 64 engines, a third of a second.
+    Who made them all at once would have the garbage collector stop all threads to look at them. And
+    without a pause, Trio's thread waits up to 5 ms (`sys.getswitchinterval`) each time that it
+    comes back from a system call, for as long as the text is made: at 64 engines, a third of a
+    second.
     """
 
+    def __init__(self, family: Family, rows: Sequence[Labelled]) -> None:
+        super().__init__()
+        self._family = family
+        self._rows = rows
+
     def __iter__(self) -> Iterator[Sample]:
-        for number, sample in enumerate(super().__iter__()):
-            if number % _STRIDE == _STRIDE - 1:
+        for number, sample in enumerate(self._made()):
+            if number % _STRIDE == 0:
                 time.sleep(_PAUSE_S)
             yield sample
 
-
-def _metric(family: Family, rows: list[tuple[tuple[str, ...], float | Counted]]) -> Metric:
-    metric: GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
-    if family.kind is Kind.HISTOGRAM:
-        metric = HistogramMetricFamily(family.name, family.text, labels=family.labels)
-        for labels, value in rows:
-            assert isinstance(value, Counted)  # noqa: S101 - by the catalogue
-            metric.add_metric(labels, _buckets(value), value.total)
-        return metric
-    make = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
-    metric = make(family.name, family.text, labels=family.labels)
-    for labels, value in rows:
-        assert not isinstance(value, Counted)  # noqa: S101 - likewise
-        metric.add_metric(labels, value)
-    return metric
+    def _made(self) -> Iterator[Sample]:
+        name, names = self._family.name, self._family.labels
+        for values, value in self._rows:
+            labels = dict(zip(names, values, strict=True))
+            if isinstance(value, Counted):
+                yield from _of_histogram(name, labels, value)
+            else:
+                yield Sample(name, labels, value)
 
 
-def _buckets(counted: Counted) -> list[tuple[str, float]]:
-    bounds = [*map(floatToGoString, counted.bounds), "+Inf"]
-    return list(zip(bounds, accumulate(counted.counts), strict=True))
+def _of_histogram(name: str, labels: dict[str, str], counted: Counted) -> Iterator[Sample]:
+    bounds = (*map(floatToGoString, counted.bounds), "+Inf")
+    count = 0
+    for bound, more in zip(bounds, counted.counts, strict=True):
+        count += more
+        yield Sample(f"{name}_bucket", {**labels, "le": bound}, count)
+    yield Sample(f"{name}_count", labels, count)
+    yield Sample(f"{name}_sum", labels, counted.total)

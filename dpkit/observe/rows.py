@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 Value: TypeAlias = "float | Counted"
 Row: TypeAlias = tuple[str, tuple[str, ...], Value]
 """Family, labels, value."""
-Rows: TypeAlias = "Mapping[str, list[tuple[tuple[str, ...], Value]]]"
-"""Labels and value, by family."""
+Labelled: TypeAlias = "tuple[tuple[str, ...], Value]"
+"""Labels, value."""
+Rows: TypeAlias = "Mapping[str, list[Labelled]]"
+"""By family."""
 
 
 def rows_of(numbers: Numbers) -> Rows:
     """All rows there are, by family."""
-    rows: defaultdict[str, list[tuple[tuple[str, ...], Value]]] = defaultdict(list)
+    rows: defaultdict[str, list[Labelled]] = defaultdict(list)
     for name, labels, value in _all(numbers):
         rows[name].append((labels, value))
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -252,3 +253,25 @@ async def test_a_client_that_leaves_is_counted(autojump_clock: Any) -> None:
         assert told.get("vllm:request_success_total", finished_reason="abort") == 1
         assert told.get("dpkit:requests_ended_total", cause="client") == 1
         assert told.get("dpkit:cancel_to_freed_seconds_count") == 1
+
+
+async def test_a_scrape_gives_the_garbage_collector_nothing_to_stop_all_threads_for() -> None:
+    """Samples go as they are written: made all at once, they set off hundreds of collections."""
+    async with open_cluster(parse_config(ECHO.replace("count = 2", "count = 64"))) as cluster:
+        metrics = Metrics(cluster)
+        numbers = metrics.numbers()
+        generations: list[int] = []
+
+        def note(phase: str, info: dict[str, int]) -> None:
+            if phase == "start":
+                generations.append(info["generation"])
+
+        gc.collect()
+        gc.callbacks.append(note)
+        try:
+            _, text = metrics._render(numbers, "")
+        finally:
+            gc.callbacks.remove(note)
+        assert len(text.splitlines()) > 15_000
+        assert len(generations) < 20, generations
+        assert 2 not in generations
