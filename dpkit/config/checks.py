@@ -103,6 +103,15 @@ class MadeOf:
             raise BadValue(f"must be made of {self.words}, got {quote(value)}", key=attribute.name)
 
 
+class Spelt(MadeOf):
+    """The whole text is one of those that the pattern allows, which `words` list."""
+
+    def __call__(self, _instance: object, attribute: Attribute[Any], value: str) -> None:
+        """Raise `BadValue` unless the whole value matches."""
+        if re.fullmatch(self.pattern, value, re.ASCII) is None:
+            raise BadValue(f"must be {self.words}, got {quote(value)}", key=attribute.name)
+
+
 def at_least_one_table(_instance: object, attribute: Attribute[Any], value: Sized) -> None:
     """An array of tables is not empty."""
     if not value:

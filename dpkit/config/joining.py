@@ -66,7 +66,7 @@ def _no_address(table: Table | None, at: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _not_ours(group: Table, at: Path) -> Iterator[tuple[Path, str]]:
-    for key in _given(group, EngineGroupConfig, {"dtype", "quant"}):
+    for key in _given(group, EngineGroupConfig, {"dtype", "quant", "device"}):
         yield (*at, key), f"{_OWN}; leave it out"
     for table, kind in (("scheduler", SchedulerConfig), ("kv", KvConfig)):
         for key in _given(group.get(table), kind):

@@ -29,13 +29,16 @@ if TYPE_CHECKING:
     from dpkit.abc import Model
 
 
-def prepare(model: str, dtype: str, quant: str, lockstep: bool = False) -> Model:
+def prepare(
+    model: str, dtype: str, quant: str, device: str = "cpu", lockstep: bool = False
+) -> Model:
     """Load the model that the engines of this zygote share.
 
     Args:
         model: Its name.
         dtype: As a config has it.
         quant: Likewise.
+        device: Likewise.
         lockstep: Whether the engines step together: what they vote by is imported here, once.
 
     Raises:
@@ -43,7 +46,7 @@ def prepare(model: str, dtype: str, quant: str, lockstep: bool = False) -> Model
     """
     if lockstep:
         import_ballots()
-    return load_model(model, dtype=Dtype(dtype), quant=Quant(quant))
+    return load_model(model, dtype=Dtype(dtype), quant=Quant(quant), device=device)
 
 
 def work(

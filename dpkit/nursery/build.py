@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dpkit.nursery.life import MakeLife
     from dpkit.nursery.membership import Membership
 
-    ModelKey = tuple[EngineKind, str, Dtype, Quant]
+    ModelKey = tuple[EngineKind, str, Dtype, Quant, str]
     Models = Mapping[ModelKey, Model | ModelFace]
 
 _BEFORE_THE_HEAD = 0.9
@@ -59,7 +59,7 @@ not come, which its head does not."""
 
 def model_key(group: EngineGroupConfig) -> ModelKey:
     """What makes two groups share what was loaded here."""
-    return group.kind, group.model, group.dtype, group.quant
+    return group.kind, group.model, group.dtype, group.quant, group.device
 
 
 async def load_models(config: Config) -> Models:
@@ -72,12 +72,12 @@ async def load_models(config: Config) -> Models:
     """
     models: dict[ModelKey, Model | ModelFace] = {}
     for key in dict.fromkeys(map(model_key, config.engines)):
-        kind, name, dtype, quant = key
+        kind, name, dtype, quant, device = key
         if kind is EngineKind.VLLM:
             load = partial(load_served, name)
         else:
             loader = load_model if kind is EngineKind.LOCAL else load_face
-            load = partial(loader, name, dtype=dtype, quant=quant)
+            load = partial(loader, name, dtype=dtype, quant=quant, device=device)
         # Weights take seconds, hence the thread. But while one works, a virtual clock sees nothing
         # to wait for and jumps to the next deadline: what is simulated must use none.
         models[key] = load() if loads_at_once(name) else await trio.to_thread.run_sync(load)

@@ -284,6 +284,8 @@ def test_switches_are_told(explain: Explain, file: Path) -> None:
     out = " ".join(explain(file, *(word for flag in flags for word in ("--set", flag))).split())
     assert "Engines publish no counts" in out
     assert "computed in bfloat16, weights in int4" in out
+    on_gpu = explain(file, "--set", "engines.0.device=cuda")
+    assert "computed in bfloat16 (auto) on cuda" in " ".join(on_gpu.split())
     waves = explain(file, "--set", "coordinator.wave_coordination=true")
     assert "Engines step together" in waves
 

@@ -23,6 +23,7 @@ MINIMAL = '[[engines]]\nmodel = "echo"\n'
 # another file's mistakes.
 BEYOND_A_SCHEMA = {
     "budget",
+    "device_of_no_weights",
     "duplicate_name",
     "events",
     "events_folder",
