@@ -83,7 +83,7 @@ LAYERS = [
         "dpkit.nursery.reload",
         "dpkit.nursery.cluster",
     ],
-    ["dpkit.serve"],
+    ["dpkit.serve", "dpkit.bench"],
     ["dpkit.cli", "dpkit.testing", "dpkit._trio"],
 ]
 STRANGERS = {"dpkit.config", "dpkit.engine", "dpkit.balancer"}
