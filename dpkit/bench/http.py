@@ -42,20 +42,20 @@ class Answer:
     """An answer that comes; httptools calls its `on_` methods.
 
     Args:
-        on_piece: Called with each piece of the body of an answer that is good (200); None: gather.
+        on_piece: Called with what came at once of the body of an answer that is good (200), which
+            may be several chunks. None: gather.
     """
 
     def __init__(self, on_piece: Callable[[bytes], None] | None = None) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.body = bytearray()
-        """What was gathered."""
+        """What was gathered, and nobody took."""
         self.has_begun = False
         self.is_complete = False
         self.keeps_alive = False
         self._on_piece = on_piece
         self._parser = httptools.HttpResponseParser(self)
-        self._failure: Exception | None = None
 
     def feed(self, data: bytes) -> None:
         """Take bytes of the connection.
@@ -68,9 +68,12 @@ class Answer:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            if self._failure is not None:  # what a callback raises is hidden by the parser
-                raise self._failure from None
             raise RequestBroken("no HTTP", f"the answer is no HTTP: {error}") from error
+        if self._on_piece is not None and self.status == 200:
+            piece = bytes(self.body)
+            self.body.clear()
+            if piece:
+                self._on_piece(piece)
 
     def end(self) -> None:
         """The connection has ended.
@@ -99,14 +102,8 @@ class Answer:
 
     def on_body(self, piece: bytes) -> None:
         """Called by the parser."""
-        try:
-            if self._on_piece is not None and self.status == 200:
-                self._on_piece(piece)
-            elif len(self.body) < _MOST_BODY:
-                self.body += piece
-        except Exception as error:
-            self._failure = error
-            raise
+        if len(self.body) < _MOST_BODY:
+            self.body += piece
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
