@@ -11,8 +11,7 @@
 
     python benchmarks/bench_http.py [--rounds 5]
 
-The first needs `make frontend`, the second `dpkit[bench]`; what is not
-there is left out.
+The first needs `make frontend`, the second `dpkit[bench]`; what is not there is left out.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dpkit.bench.record import Outcome
 from dpkit.bench.spread import percentile
 from dpkit.bench.svg import Axis, Plot, round_step
+from dpkit.bench.tables import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,7 +55,7 @@ def _histogram(title: str, samples: Sequence[float], what: str) -> Iterator[Plot
     plot.bars([(low, high, count) for (low, high), count in bars if count], 0)
     for row, percent in enumerate((50, 99)):
         value = percentile(values, percent)
-        plot.rule(min(value, x.high), f"p{percent} {value:.3g} ms", row)
+        plot.rule(min(value, x.high), f"p{percent} {milliseconds(value / 1000)} ms", row)
     yield plot
 
 

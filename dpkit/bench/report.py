@@ -72,13 +72,16 @@ def settings_of(load: Load) -> dict[str, str]:
 def notes_of(summary: Summary, *, is_exact: bool) -> tuple[str, ...]:
     """What of the figures is in doubt."""
     notes = []
-    for spread, what in ((summary.late, "requests began"), (summary.lag, "it was woken")):
-        if spread is not None and spread.p99 > LATE_S:
-            notes.append(
-                f"the generator itself was late: {what} up to {1e3 * spread.max:.1f} ms late "
-                f"(p99 {1e3 * spread.p99:.1f} ms); the times are partly its own: ask for less, or "
-                "give it a core of its own"
-            )
+    lateness = [
+        f"{what} up to {1e3 * spread.max:.1f} ms late (p99 {1e3 * spread.p99:.1f} ms)"
+        for spread, what in ((summary.late, "requests began"), (summary.lag, "it was woken"))
+        if spread is not None and spread.p99 > LATE_S
+    ]
+    if lateness:
+        notes.append(
+            f"the generator itself was late: {', '.join(lateness)}; the times are partly its own: "
+            "ask for less, or give it a core of its own (with --url, if it shares the cluster's)"
+        )
     if not is_exact:
         notes.append("prompts are words, and about as long as asked for; the tokens are counted")
     if summary.unfinished:
