@@ -27,13 +27,14 @@ h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .5r
 .soft, caption { color: var(--soft); }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .75rem;
   margin: 1.5rem 0; }
-.card { background: var(--card); border-radius: 8px; padding: .75rem 1rem; overflow-wrap: anywhere; }
+.card { background: var(--card); border-radius: 8px; padding: .75rem 1rem;
+  overflow-wrap: anywhere; }
 .card b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
 .note { border-left: 3px solid var(--c2); background: var(--card); padding: .5rem 1rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 1rem; }
 svg { width: 100%; height: auto; background: var(--card); border-radius: 8px; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
-svg .title { font-size: 13px; font-weight: 600; fill: var(--ink); } 
+svg .title { font-size: 13px; font-weight: 600; fill: var(--ink); }
 svg .name { fill: var(--ink); stroke: var(--card); stroke-width: 3px; paint-order: stroke; }
 .grid { stroke: var(--line); } .axis { stroke: var(--soft); }
 .rule { stroke: var(--ink); stroke-dasharray: 3 3; }

@@ -43,6 +43,8 @@ class Generator:
         """By how much a sleep of this program's was too long, again and again: what its own clock
         is worth. Seconds."""
         self.origin = trio.current_time()
+        self.running = 0
+        """Requests under way."""
         self.measured = 0
         self.ended = 0
         """Among those measured."""
@@ -101,6 +103,7 @@ class Generator:
 
     async def _ask(self, ask: Ask, record: Record) -> None:
         record.began = trio.current_time()
+        self.running += 1
         try:
             with trio.move_on_after(self.load.timeout) as scope:
                 await self._target.ask(ask, record)
@@ -112,6 +115,7 @@ class Generator:
             record.error_kind, record.error = error.kind, str(error)
         finally:
             record.ended = trio.current_time()
+            self.running -= 1
             self.ended += not record.is_warm_up
 
     async def _probe(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import asynccontextmanager
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,9 +161,7 @@ async def show_progress(generator: Generator) -> None:
             elapsed = trio.current_time() - generator.origin
             shares = [generator.ended / total] if total else []
             shares += [elapsed / load.ends_after] * (load.duration is not None)
-            records = generator.records
-            running = sum(isnan(each.ended) for each in records)
-            said = f"{running:,} under way, {generator.ended:,} ended"
+            said = f"{generator.running:,} under way, {generator.ended:,} ended"
             bar.update(task, completed=min(1.0, max(shares, default=0.0)), description=said)
             bar.refresh()
             await trio.sleep(_REFRESH_S)

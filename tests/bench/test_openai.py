@@ -208,6 +208,12 @@ async def test_errors_are_told_by_kind(bad: bytes | None, kind: str, said: str) 
     assert error.example.startswith(said)
 
 
+async def test_a_stream_without_done_is_no_answer() -> None:
+    error = await error_of(good(b'data: {"choices": [{"text": "a"}]}\n\n'))
+    assert error.kind == "bad answer"
+    assert error.example == "the answer is no stream that ends with [DONE]"
+
+
 async def test_an_answer_may_end_with_its_connection_and_bring_no_usage() -> None:
     events = b'data: {"choices": [{"text": "a"}]}\n\n' * 3 + b"data: [DONE]\n\n"
 
