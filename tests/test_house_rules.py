@@ -85,7 +85,7 @@ LAYERS = [
         "dpkit.nursery.reload",
         "dpkit.nursery.cluster",
     ],
-    ["dpkit.serve"],
+    ["dpkit.serve", "dpkit.bench"],
     ["dpkit.observe"],
     ["dpkit.cli", "dpkit.testing", "dpkit._trio"],
 ]

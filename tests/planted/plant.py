@@ -26,6 +26,7 @@ ENDS = f"{NURSERY}/test_request_ends.py"
 SERVE = "tests/serve"
 OBSERVE = "tests/observe"
 _GROW = "test_M01_each_engine_has_its_rows_and_they_only_grow"
+BENCH = "tests/bench"
 _LEAVES = "test_D01_the_abort_reaches_the_engine_after_three_tokens"
 _LOST = "test_J08_an_engine_lost_in_midstream_is_an_event_and_no_done"
 SUBMISSIONS = f"{NURSERY}/test_submission.py"
@@ -285,12 +286,36 @@ PLANTS = {
         "            self.responder.write(self._left() + self.form.ending(self.usage))\n",
         f"{SERVE}/test_openai_errors.py::{_LOST}",
     ),
+    "bench_waits_with_the_server": Plant(
+        "P6",
+        "a load generator that was kept waiting counts from when it came to send, and hides it",
+        "dpkit/bench/record.py",
+        "return self.moments[0] - self.intended if self.moments else None",
+        "return self.moments[0] - self.began if self.moments else None",
+        f"{BENCH}/test_load.py::test_a_generator_that_comes_late_says_so",
+    ),
+    "bench_counts_the_warm_up": Plant(
+        "P2",
+        "what a load generator was told to leave out is in its figures",
+        "dpkit/bench/summary.py",
+        "measured = [record for record in everything if not record.is_warm_up]",
+        "measured = everything",
+        f"{BENCH}/test_load.py::test_the_warm_up_is_sent_and_left_out",
+    ),
+    "bench_counts_half_answers": Plant(
+        "P2",
+        "a stream that was cut off counts as an answer",
+        "dpkit/bench/openai.py",
+        "if not self._reader.is_done:",
+        "if not self._reader.is_done and not self._record.moments:",
+        f"{BENCH}/test_openai.py::test_a_stream_without_done_is_no_answer",
+    ),
 }
 
 
 def planted_copy(name: str, directory: Path) -> None:
     """Copy what the tests need into `directory`, and apply the patch of that name."""
-    for part in ("dpkit", NURSERY, SERVE, OBSERVE):
+    for part in ("dpkit", NURSERY, SERVE, OBSERVE, BENCH):
         shutil.copytree(ROOT / part, directory / part, ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(ROOT / part, directory / part)
