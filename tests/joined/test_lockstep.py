@@ -30,6 +30,7 @@ from tests.joined.lab import (
     group,
     is_idle,
     make_config,
+    open_engine,
     open_joined,
     open_puppet,
     serves,
@@ -38,7 +39,9 @@ from tests.joined.lab import (
 )
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
     from tests.joined.lab import Puppet
 
@@ -416,3 +419,36 @@ async def test_their_number_is_not_changed_and_no_other_such_group_comes_later()
         )
         with pytest.raises(ConfigError, match="begin with their cluster; start it anew"):
             cluster.plan(other)
+
+
+# -- dpkit's own engines, in processes that somebody else starts -----------------------------------
+
+ENGINES = '[coordinator]\nwave_coordination = true\n[[engines]]\nmodel = "echo"\ncount = 2\n'
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_dpkits_engines_step_together_and_all_come_back_when_one_is_killed(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("torch")
+    address, place = free_address(), free_address().removeprefix("tcp://")
+    config = ranks(address, vllm=MEET.replace("10.0.0.2:29560", place))
+    async with AsyncExitStack() as stack:
+
+        async def start(rank: int) -> subprocess.Popen[bytes]:
+            return await stack.enter_async_context(open_engine(tmp_path, address, rank, ENGINES))
+
+        both = [await start(0), await start(1)]
+        cluster = await stack.enter_async_context(open_joined(config, settings=WAVES))
+        for wave in range(3):
+            answer = await cluster.client.complete("and so on", engine=f"v-{1 - wave % 2}")
+            assert answer.text == "and so on"
+            await until(lambda: waves_of(cluster) == (wave + 1, False))  # noqa: B023 - awaited
+        both[1].kill()
+        await until(lambda: len(told(cluster, EventKind.ENGINE_LOST)) == 2)
+        both[0].kill()  # who starts them starts all again
+        await start(0)
+        await start(1)
+        assert (await cluster.client.complete("and again", timeout=30)).text == "and again"
+        await until(lambda: waves_of(cluster) == (1, False))
