@@ -183,8 +183,10 @@ class Builder:
         return self._gatherings[group.name]
 
     def _joined_binding(self, group: EngineGroupConfig) -> Callable[[], tuple[str, str, str]]:
+        from dpkit.wire.coordinator import LOOPBACK  # noqa: PLC0415 - ZeroMQ only where needed
+
         desk = self._launchers.desk(group)
-        return lambda: (desk.any_port,) * 3
+        return lambda: (desk.any_port, desk.any_port, LOOPBACK)  # clients are on this side
 
     def _local_binding(self, group: EngineGroupConfig) -> Callable[[], tuple[str, str, str]]:
         host, transport = self._launchers.host(group, lockstep=True), group.process.transport

@@ -123,6 +123,11 @@ class Round:
                 f"parallel_config_hash is {told}"
             )
 
+    @property
+    def not_ready(self) -> list[int]:
+        """Ranks that `agree` waits for."""
+        return [rank for rank in self.ranks if rank not in self._settings]
+
     async def _wait_for_all(self, came: Collection[int]) -> None:
         self._news.unpark_all()
         while not {*self.ranks} <= {*came}:

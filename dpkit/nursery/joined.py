@@ -98,7 +98,7 @@ class JoinedLife(WireLife):
     def __repr__(self) -> str:
         state = "ended" if self.ended.is_set() else "waiting"
         if self._guest is not None and not self.ended.is_set():
-            state = f"rank {self._rank} {self._guest.phase.value}"
+            state = f"rank {self._rank} {self._phase_of(self._guest)}"
         return f"<JoinedLife {self.engine}: {state}>"
 
     @property
@@ -122,7 +122,13 @@ class JoinedLife(WireLife):
     @property
     def how_far(self) -> str:
         """How far it has come, for whoever has waited in vain."""
-        return "it cannot join yet" if self._guest is None else f"it {self._guest.phase.value}"
+        return "it cannot join yet" if self._guest is None else f"it {self._phase_of(self._guest)}"
+
+    def _phase_of(self, guest: Guest) -> str:
+        if self._round is not None and guest.ready.is_set() and self._round.not_ready:
+            late = ", ".join(map(str, self._round.not_ready))
+            return f"is ready, and of those that it steps together with, rank {late} is not"
+        return guest.phase.value
 
     async def _live(self) -> None:
         await self._desk.open_reception()

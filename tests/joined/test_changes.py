@@ -220,6 +220,10 @@ async def test_N08_lives_that_come_and_go_leave_nothing_behind() -> None:
             await until(lambda: "has not said HELLO" in repr(life_of(cluster, "v-0")))
             await trio.testing.wait_all_tasks_blocked()
             seen.append(Belongings.now())
-        assert seen[-1].tasks <= seen[0].tasks
-        assert len(seen[-1].descriptors) <= len(seen[0].descriptors)
+
+        def nothing_is_left() -> bool:  # libzmq's threads close what they had when they come to it
+            now, first = Belongings.now(), seen[0]
+            return now.tasks <= first.tasks and len(now.descriptors) <= len(first.descriptors)
+
+        await until(nothing_is_left)
         assert slot_of(cluster, "v-0").restarts == 20

@@ -218,6 +218,34 @@ async def test_I09_ranks_with_different_settings_do_not_start_and_say_so() -> No
     assert "parallel_config_hash is abc at rank 0, xyz at rank 1" in said
 
 
+async def test_a_rank_that_does_not_get_ready_is_named_by_those_that_are() -> None:
+    address = free_address()
+    impatient = MEET.replace('join_timeout = "10s"', 'join_timeout = "500ms"')
+    async with (
+        open_puppet(address) as zero,
+        open_puppet(address, 1) as one,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(come_so_far, zero, True)
+        nursery.start_soon(come_so_far, one, False)
+        with pytest.raises(ClusterNotStarted) as caught:
+            async with open_joined(ranks(address, vllm=impatient), settings=WAVES):
+                pass
+        nursery.cancel_scope.cancel()
+    said = str(caught.value.__cause__)
+    assert "is ready, and of those that it steps together with, rank 1 is not" in said
+
+
+async def come_so_far(puppet: Puppet, gets_ready: bool) -> None:
+    """Join, but for READY perhaps."""
+    puppet.hello()
+    await puppet.connect()
+    puppet.introduce()
+    if gets_ready:
+        puppet.ready()
+    await trio.sleep_forever()
+
+
 # -- Waves -----------------------------------------------------------------------------------------
 
 
