@@ -63,7 +63,8 @@ class Round:
         self._connections: list[WireConnection] = []
         self._listeners: dict[int, Callable[[SchedulerStats], None]] = {}
         self._settings: dict[int, str | None] = {}
-        self._called: set[int] = set()
+        self._held: dict[int, Callable[[], bool]] = {}  # by rank, in the order of their calls
+        self._answered: set[int] = set()
         self._finished: set[int] = set()
         self._runs = False
         self._news = trio.lowlevel.ParkingLot()
@@ -103,10 +104,30 @@ class Round:
         """Have the counts of a rank, which go to the coordinator, taken as well."""
         self._listeners[rank] = take
 
-    async def gather(self, rank: int) -> None:
-        """Wait until every rank has called: who meets nobody cannot be called off."""
-        self._called.add(rank)
-        await self._wait_for_all(self._called)
+    async def gather(self, rank: int, answer: Callable[[], bool]) -> bool:
+        """Have a rank that has called answered, once all have: who meets others is not called off.
+
+        Args:
+            rank: Which.
+            answer: Answers it; False: it has left.
+
+        Returns whether it was answered; else it must call anew, and those that called later wait.
+        """
+        self._held[rank] = answer
+        if {*self.ranks} <= self._held.keys() | self._answered:
+            self._answer_all()
+        while rank in self._held:
+            await self._news.park()
+        return rank in self._answered
+
+    def _answer_all(self) -> None:
+        """Answer those first that have waited longest, who are the likeliest to have left."""
+        for rank, answer in list(self._held.items()):
+            del self._held[rank]
+            if not answer():
+                break
+            self._answered.add(rank)
+        self._news.unpark_all()
 
     async def agree(self, rank: int, settings: str | None) -> None:
         """Wait until every rank is ready, and has told what it makes of what all must share.

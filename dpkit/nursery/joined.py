@@ -164,8 +164,8 @@ class JoinedLife(WireLife):
             nursery.start_soon(self._guard, own.to_engine.pump, partial(_be_ready, own))
         if (round_ := self._round) is not None:
             await guest.called.wait()
-            await round_.gather(self._rank)
-            guest.answer()
+            while not await round_.gather(self._rank, guest.answer):
+                await guest.called.wait()
         await guest.greeted.wait()  # for as long as it takes: it is not ours to start
         told = await self._introduce(sockets, guest)
         self.limits = limits_of(told)

@@ -61,12 +61,13 @@ class Guest:
         assert self._fault is not None  # noqa: S101 - set before
         raise self._fault
 
-    def answer(self) -> None:
-        """Tell one that was held `init`, and hold it no more."""
-        self._held = False
-        if self.phase is Phase.CALLED:
-            self.phase = Phase.EXPECTED  # again, if it has left meanwhile
-            self._reception.greet(self)
+    def answer(self) -> bool:
+        """Tell one that was held `init`; False: it has left meanwhile, and must call anew."""
+        self._reception.greet(self)
+        if self.phase is Phase.GREETED:
+            return True
+        self.phase, self.called = Phase.EXPECTED, trio.Event()
+        return False
 
     def welcome(self) -> None:
         """It serves: what it says here from now on is for its next life."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import trio
 
 from dpkit.errors import ClusterNotStarted, ConfigError
 from dpkit.link.together import run_together
+from dpkit.names import EngineState
 from dpkit.nursery.cluster import Cluster
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.services import open_services
@@ -29,6 +31,7 @@ from tests.joined.lab import (
     free_address,
     group,
     is_idle,
+    life_of,
     make_config,
     open_engine,
     open_joined,
@@ -168,6 +171,29 @@ async def test_nobody_is_answered_before_all_have_said_hello() -> None:
         nursery.start_soon(Rank(zero).live)  # started anew, as it had waited for long enough
         await start()
         nursery.cancel_scope.cancel()
+
+
+async def test_one_that_has_left_again_has_not_called() -> None:
+    address = free_address()
+    async with (
+        open_puppet(address) as gone,
+        open_puppet(address, 1) as one,
+        open_starting(ranks(address)) as start,
+        trio.open_nursery() as nursery,
+    ):
+        gone.hello()
+        await trio.sleep(0.1)
+        gone.leave()
+        await trio.sleep(0.1)
+        one.hello()
+        with trio.move_on_after(0.2) as waiting:
+            await one.handshake.receive()
+        assert waiting.cancelled_caught
+        async with open_puppet(address) as zero:
+            nursery.start_soon(Rank(zero).live)
+            nursery.start_soon(Rank(one).live)
+            await start()
+            nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -391,6 +417,86 @@ async def come_and_go(address: str, how_far: int) -> None:
             zero.ready()
         zero.leave()
         one.leave()
+
+
+GARBAGE = [[b""], [b"\xc1"], [b"\x00", b"\xff"], [ENGINE_DEAD], [b"GET / HTTP/1.1\r\n"]]
+
+
+async def misbehave(address: str, rng: random.Random) -> None:
+    """Be two ranks that do this and that, in any order, and are gone."""
+    async with open_puppet(address) as zero, open_puppet(address, 1) as one:
+        for _ in range(rng.randrange(12)):
+            puppet = rng.choice([zero, one])
+            sockets = [puppet.handshake, puppet.input, puppet.output, puppet.coordinator]
+            what = rng.randrange(8)
+            with suppress(trio.WouldBlock, trio.ClosedResourceError):
+                if what == 0:
+                    rng.choice(sockets).send_nowait(rng.choice(GARBAGE))
+                elif what == 1:
+                    puppet.ready()
+                elif what == 2:
+                    puppet.introduce()
+                elif what == 3 and puppet.inits:
+                    puppet.die()
+                elif what == 4 and puppet.inits:
+                    with trio.move_on_after(0.02):
+                        await puppet.subscribe()
+                elif what == 5 and puppet.coordinator is not puppet.handshake:
+                    Rank(puppet).tell(start=rng.randrange(3))
+                else:
+                    zero.hello()
+                    one.hello()
+                    with trio.move_on_after(0.05):
+                        await zero.connect()
+                        await one.connect()
+        if rng.random() < 0.5:
+            zero.leave()
+            one.leave()
+
+
+async def misbehave_again_and_again(times: int, seed: int) -> None:
+    address, rng = free_address(), random.Random(seed)
+    impatient = VLLM.replace('join_timeout = "10s"', 'join_timeout = "700ms"')
+    toml = ranks(address, vllm=f'rendezvous = "10.0.0.2:29560", {impatient}')
+    async with open_ranks(address) as made, open_joined(toml, settings=WAVES) as cluster:
+        for rank in made:
+            rank.puppet.leave()
+        for _ in range(times):
+            await misbehave(address, rng)
+        # Whoever starts an engine anew has first ended the former one; that is known soon after.
+        await until(lambda: all(nobody_is_answered(cluster, rank) for rank in (0, 1)))
+        async with open_ranks(address) as again:
+            await until(lambda: serve_whole(cluster, again), limit=20)
+            async with cluster.client.generate("?", engine="v-1") as stream:
+                await stream.__anext__()
+                request = again[1].puppet.requests[-1]
+                again[1].puppet.finish(request.request_id, 66)
+                await stream.read_all()
+            assert waves_of(cluster) == (0, False)
+
+
+def nobody_is_answered(cluster: Cluster, rank: int) -> bool:
+    """Whether a rank is still to say HELLO, or waits for the others."""
+    said = repr(life_of(cluster, f"v-{rank}"))
+    return "has not said HELLO" in said or "is answered once" in said
+
+
+def serve_whole(cluster: Cluster, made: list[Rank]) -> bool:
+    """Whether these ranks, and no former ones, serve."""
+    states = {standing.state for standing in cluster.engines}
+    return states == {EngineState.READY} and all(rank.puppet.calls for rank in made)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_ranks_have_done_they_serve_once_they_behave(seed: int) -> None:
+    await misbehave_again_and_again(10, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_whatever_ranks_have_done_a_hundred_times() -> None:
+    for seed in range(100, 120):
+        await misbehave_again_and_again(20, seed)
 
 
 # -- What cannot be --------------------------------------------------------------------------------
