@@ -67,8 +67,8 @@ def _no_rendezvous(group: Table, coordinator: Table, at: Path) -> Iterator[tuple
         return
     waves = coordinator.get("wave_coordination", False)
     if table.get("rendezvous") is not None:
-        if waves is False:
-            message = "engines meet only to step together (coordinator.wave_coordination)"
+        if waves is False or (waves and count == 1):
+            message = "engines meet only if several step together (coordinator.wave_coordination)"
             yield (*at, "vllm", "rendezvous"), f"{message}; leave it out"
     elif waves and count > 1 and _is_left_out(table, "rendezvous"):
         message = "engines that step together (coordinator.wave_coordination) meet at the first one"

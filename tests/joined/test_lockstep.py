@@ -373,6 +373,20 @@ async def test_a_rank_that_is_lost_takes_its_group_along_and_all_come_back_at_wa
                 await until(lambda: is_idle(cluster))
 
 
+async def test_E03_a_rank_that_hangs_is_found_out_and_takes_its_group_along() -> None:
+    address = free_address()
+    impatient = MEET.replace('dead_after = "10s"', 'dead_after = "300ms"')
+    async with (
+        open_ranks(address) as (_, one),
+        open_joined(ranks(address, vllm=impatient), settings=WAVES) as cluster,
+    ):
+        one.puppet.answers = False
+        await until(lambda: len(told(cluster, EventKind.ENGINE_LOST)) == 2)
+        (first, second) = told(cluster, EventKind.ENGINE_LOST)
+        assert "engine v-1 is silent" in first.detail
+        assert "engine v-0 was stopped" in second.detail
+
+
 async def test_one_that_is_restarted_alone_waits_until_the_others_are() -> None:
     async with open_group() as (cluster, (zero, one)):
         address = address_of(cluster)
@@ -506,7 +520,8 @@ async def test_whatever_ranks_have_done_a_hundred_times() -> None:
     ("toml", "waves", "error"),
     [
         (ranks("tcp://127.0.0.1:1", vllm=VLLM), WAVES, "meet at the first one; write for example"),
-        (ranks("tcp://127.0.0.1:1"), "", "engines meet only to step together"),
+        (ranks("tcp://127.0.0.1:1"), "", "engines meet only if several step together"),
+        (ranks("tcp://127.0.0.1:1", count=1), WAVES, "engines meet only if several step together"),
         (
             ranks("tcp://127.0.0.1:1", supervision=f'{SUPERVISION}, strategy = "one_for_one"'),
             WAVES,
