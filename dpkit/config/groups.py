@@ -7,7 +7,7 @@ A part of the schema (`dpkit.config.schema`), by the same rules.
 from attrs import field, frozen
 from attrs.validators import optional
 
-from dpkit.config.checks import Between, MadeOf, Spelt, model_name, tcp_address
+from dpkit.config.checks import Between, MadeOf, Spelt, model_name, rendezvous, tcp_address
 from dpkit.config.reasons import why
 from dpkit.config.units import Bytes, Seconds, show_duration, show_size
 from dpkit.names import (
@@ -182,6 +182,14 @@ class VllmConfig:
         metadata=why(
             "That of handshake. How engines reach this machine, if it listens at an address that "
             "they cannot use as it stands."
+        ),
+    )
+    rendezvous: str | None = field(
+        default=None,
+        validator=optional(rendezvous),
+        metadata=why(
+            "Only for engines that step together: where rank 0 listens for the others, an address "
+            "of its host, at this port and the four after it. All are told."
         ),
     )
     join_timeout: Seconds = field(

@@ -94,6 +94,9 @@ class ForeignConnection(WireConnection):
         """It has said that it takes nothing new."""
         self.asked_at: float | None = None
         """When the question was asked that has no answer yet."""
+        self.newest_step: Callable[[], tuple[int, int]] | None = None
+        """Of engines that step together: the newest wave and step of any of them. vLLM's tell it
+        with what their coordinator hears, and not beside outputs."""
         self._on_leaving = on_leaving
         self._limits = limits
         self._spec = spec
@@ -205,10 +208,15 @@ class ForeignConnection(WireConnection):
         stats = None if isinstance(message, EngineDead) else message.scheduler_stats
         if stats is None:
             raise WireError(
-                f"engine {self.engine} steps together with others, or tells its coordinator what "
-                "no engine does that steps by itself",
+                f"engine {self.engine} steps together with others (then write "
+                "coordinator.wave_coordination = true), or tells its coordinator what no engine "
+                "does that steps by itself",
                 engine=self.engine,
             )
+        self.take_load(stats)
+
+    def take_load(self, stats: SchedulerStats) -> None:
+        """Take in the engine's load, as it has told a coordinator."""
         self.stats = stats
         self._on_stats(stats)
 
@@ -222,6 +230,9 @@ class ForeignConnection(WireConnection):
             call.answered.set()
 
     def _take_batch(self, envelope: Envelope) -> None:
+        if self.newest_step is not None and (stats := envelope.scheduler_stats) is not None:
+            wave, step = self.newest_step()
+            envelope.scheduler_stats = replace(stats, current_wave=wave, step_counter=step)
         for output in envelope.outputs:
             if (held := self._held.get(output.request_id)) is not None:
                 self._count(output, held)

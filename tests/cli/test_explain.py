@@ -337,6 +337,19 @@ def test_engines_that_join_are_told_of_with_the_commands_that_start_them(
     ]
 
 
+def test_of_engines_that_join_and_step_together_it_says_where_and_how_they_end(
+    explain: Explain, file: Path
+) -> None:
+    _, joining = JOINING.split("[[engines]]", 1)[1].split("[[engines]]")
+    together = 'vllm.rendezvous = "10.0.0.2:29560"\nsupervision.strategy = "one_for_all"\n'
+    file.write_text(f"[[engines]]{joining}{together}[coordinator]\nwave_coordination = true\n")
+    out = " ".join(explain(file).split())
+    assert "Rank 0 is to be where 10.0.0.2:29560 is, and the four ports after that must" in out
+    assert "takes no other with it" not in out
+    assert "All others are lost with it, as they step together" in out
+    assert "ends those that are left, and starts all again" in out
+
+
 @pytest.mark.parametrize(
     ("host", "said"), [("tcp://[::1]:29550", "--data-parallel-address ::1"), ("tcp://h:*", "PORT")]
 )

@@ -33,6 +33,7 @@ BEYOND_A_SCHEMA = {
     "extends_nothing",
     "extends_nul",
     "int4_in_float32",
+    "joining_lockstep",
     "lockstep",
     "lockstep_alone",
     "model_path",

@@ -27,6 +27,8 @@ SERVE = "tests/serve"
 OBSERVE = "tests/observe"
 _GROW = "test_M01_each_engine_has_its_rows_and_they_only_grow"
 BENCH = "tests/bench"
+JOINED = "tests/joined"
+LOCKSTEP = f"{JOINED}/test_lockstep.py"
 _LEAVES = "test_D01_the_abort_reaches_the_engine_after_three_tokens"
 _LOST = "test_J08_an_engine_lost_in_midstream_is_an_event_and_no_done"
 SUBMISSIONS = f"{NURSERY}/test_submission.py"
@@ -310,12 +312,28 @@ PLANTS = {
         "if not self._reader.is_done and not self._record.moments:",
         f"{BENCH}/test_openai.py::test_a_stream_without_done_is_no_answer",
     ),
+    "answered_alone": Plant(
+        "P4",
+        "a rank is told where to meet others that may never come, and cannot be called off",
+        "dpkit/nursery/joined.py",
+        "            held = round_ is not None\n",
+        "            held = False\n",
+        f"{LOCKSTEP}::test_nobody_is_answered_before_all_have_said_hello",
+    ),
+    "wave_unheard": Plant(
+        "P5",
+        "requests are stamped with a wave that is over, so that other ranks take it for stale",
+        "dpkit/nursery/joined.py",
+        "            round_.stamp(connection)\n",
+        "",
+        f"{LOCKSTEP}::test_I02_the_first_request_at_any_rank_wakes_the_others_and_waves_are_told",
+    ),
 }
 
 
 def planted_copy(name: str, directory: Path) -> None:
     """Copy what the tests need into `directory`, and apply the patch of that name."""
-    for part in ("dpkit", NURSERY, SERVE, OBSERVE, BENCH):
+    for part in ("dpkit", NURSERY, SERVE, OBSERVE, BENCH, JOINED):
         shutil.copytree(ROOT / part, directory / part, ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(ROOT / part, directory / part)
