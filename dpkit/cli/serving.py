@@ -20,6 +20,7 @@ from dpkit.errors import ClusterNotStarted
 from dpkit.names import Cause
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.services import open_services
+from dpkit.serve.bodies import log_body
 from dpkit.serve.front import Front
 from dpkit.serve.listeners import ListenFailed
 from dpkit.serve.service import open_service
@@ -106,6 +107,8 @@ class Serving(Running):
             await self._http_ended.wait()
 
     def _count(self, generated: Generated) -> None:
+        if self.cluster is not None and self.cluster.config.log.prompts:
+            log_body(generated)
         tally = self._tally
         tally.began(generated.received_at)
         tally.ended_at = generated.ended_at

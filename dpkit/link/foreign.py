@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from dpkit.engine.checks import find_problem
 from dpkit.errors import EngineLost, RequestRejected, WireError
 from dpkit.link.zmq import ENDING, WireConnection
+from dpkit.logs import about
 from dpkit.messages import EngineOutput
 from dpkit.names import FinishReason
 from dpkit.wire.codec import Abort, EngineDead, Utility, decode_output, encode_input
@@ -150,6 +151,7 @@ class ForeignConnection(WireConnection):
                     "engine %s does not say that it has dropped the aborted request %r: "
                     "nobody waits for that any more (engines.vllm.abort_timeout)",
                     *(self.engine, wire_id),
+                    extra=about(request_id=wire_id, engine=self.engine),
                 )
             self.unacknowledged += 1
             self._settle(wire_id)
@@ -258,7 +260,8 @@ class ForeignConnection(WireConnection):
     def _take_loss(self, wire_id: str) -> None:
         """Only that request is lost; vLLM's frontend, too, lets the others go on."""
         what = "dropped it without a word"
-        _log.warning("engine %s, request %s: it %s", self.engine, wire_id, what)
+        of = about(request_id=wire_id, engine=self.engine)
+        _log.warning("engine %s, request %s: it %s", self.engine, wire_id, what, extra=of)
         self._lose(wire_id, what)
 
     def _lose(self, wire_id: str, why: str) -> None:

@@ -5,6 +5,7 @@ Data and wording; what happens to a flight is decided in `dpkit.nursery.flights`
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,7 @@ from dpkit.errors import (
     Overloaded,
     RequestRejected,
 )
+from dpkit.logs import about
 from dpkit.names import Cause, FinishReason
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from dpkit.balancer.dispatch import Placement
     from dpkit.errors import DpkitError, EngineLost
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
+
+_log = logging.getLogger("dpkit.nursery.flights")
 
 _DRAIN_RETRY_S = 5.0
 """What a client of a draining cluster is told to wait: about the time a restarted pod needs."""
@@ -189,6 +193,13 @@ def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
         f"request {request_id}: the cluster is closed; make requests inside its `async with` block",
         request_id=request_id,
     )
+
+
+def log_placement(request_id: str, placement: Placement) -> None:
+    """Tell where a request goes, for who looks for errors."""
+    if _log.isEnabledFor(logging.DEBUG):
+        engine, of = placement.engine, about(request_id=request_id, engine=placement.engine)
+        _log.debug("request %s goes to %s by %s", request_id, engine, placement.reason, extra=of)
 
 
 def not_retried(error: EngineLost) -> str:

@@ -8,7 +8,6 @@ and nothing of prompts or text.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from dpkit.errors import ClusterClosed, EngineLost, describe
 from dpkit.names import Cause, FinishReason
 from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
-from dpkit.nursery.flight import Flight, cause_of, lateness, not_retried, refusal
+from dpkit.nursery.flight import Flight, cause_of, lateness, log_placement, not_retried, refusal
 from dpkit.nursery.inbox import duplicate
 
 if TYPE_CHECKING:
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flight import Limits, Receiver, RequestStatistics
     from dpkit.nursery.membership import Membership
-
-_log = logging.getLogger(__name__)
 
 
 class Flights:
@@ -302,8 +299,7 @@ class Flights:
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
             return
         request_id, engine = flight.request.request_id, placement.engine
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("request %s goes to %s by %s", request_id, engine, placement.reason)
+        log_placement(request_id, placement)
         flight.placement, flight.engine, flight.answered = placement, engine, False
         self.placed += 1
         self._alarms.discard(request_id)

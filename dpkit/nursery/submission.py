@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from dpkit.logs import about
 from dpkit.messages import EngineOutput, FinishReason
 from dpkit.nursery.scribe import Scribe
 
@@ -202,7 +203,10 @@ class Submission:
             return
         self._sink = None
         _log.error(
-            "request %s: its sink raised, so it ends here and now", self.request_id, exc_info=error
+            "request %s: its sink raised, so it ends here and now",
+            self.request_id,
+            exc_info=error,
+            extra=about(request_id=self.request_id, engine=self.engine),
         )
         self._flights.disown(self, error)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
+from dpkit.logs import ENGINE
 from dpkit.serve.answers import Streamed, Whole
 from dpkit.serve.chunks import Form, Kind
 from dpkit.serve.errors import ApiError, bad_request
@@ -76,6 +77,7 @@ async def _generate(
     finally:
         answer.close()
         front.forget(name)
+        ENGINE.set(_names(answer) or None)
         front.tell(_generated(request, responder, answer, received_at))
 
 
@@ -114,13 +116,17 @@ def _headers_for(request: Request) -> Callable[[Answer], Headers]:
     explain = (request.header("x-dpkit-explain") or "") not in {"", "0"}
 
     def headers(answer: Answer) -> Headers:
-        made = [(b"x-dpkit-engine", ", ".join(map(str, _engines(answer))).encode())]
+        made = [(b"x-dpkit-engine", _names(answer).encode())]
         if explain:
             reasons = "; ".join(dict.fromkeys(_reasons(answer)))
             made.append((b"x-dpkit-pick", reasons.encode("ascii", "replace")))
         return made
 
     return headers
+
+
+def _names(answer: Answer) -> str:
+    return ", ".join(map(str, _engines(answer)))
 
 
 def _engines(answer: Answer) -> tuple[EngineId, ...]:
