@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import trio
@@ -26,6 +27,8 @@ from dpkit.serve.listeners import ListenFailed
 from dpkit.serve.service import open_service
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     from dpkit.cli.running import Options
     from dpkit.cli.signals import Signals
     from dpkit.config.schema import Config
@@ -68,11 +71,12 @@ class Serving(Running):
         """
         front = Front(self.config.server, reload=self.reload)
         front.observers.append(self._count)
+        tracing = self._tracing(front)
         try:
             service = await open_service(front)
         except ListenFailed as error:
             raise ClusterNotStarted(str(error)) from error
-        async with open_services(grace=0) as outer:
+        async with tracing, open_services(grace=0) as outer:
             # Around the cluster: probes are answered while it starts, and streams are told how they
             # end when it ends.
             outer.start_soon(self._serve_http, service, name="http")
@@ -87,6 +91,19 @@ class Serving(Running):
                         await self._until_stopped(service, self.cluster)
                     finally:
                         self._report(self.cluster)
+
+    def _tracing(self, front: Front) -> AbstractAsyncContextManager[object]:
+        server = self.config.server
+        if server is None or server.otlp_traces_endpoint is None:
+            return nullcontext()
+        try:
+            from dpkit.serve.tracing import open_tracing  # noqa: PLC0415 - where it is asked for
+        except ModuleNotFoundError as error:
+            raise ClusterNotStarted(
+                f"server.otlp_traces_endpoint needs {error.name}; `pip install 'dpkit[otel]'` "
+                "brings it"
+            ) from error
+        return open_tracing(front, server.otlp_traces_endpoint)
 
     async def _serve_http(self, service: HttpService) -> None:
         try:

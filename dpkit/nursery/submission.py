@@ -69,6 +69,7 @@ class Submission:
         "_written",
         "delivered",
         "finish_reason",
+        "placed_at",
         "placement",
         "request",
         "scans",
@@ -81,6 +82,8 @@ class Submission:
         self.scans = bool(request.sampling.stop)
         self.finish_reason: FinishReason | None = None
         self.placement: Placement | None = None
+        self.placed_at: float | None = None
+        """When it got its first engine, on Trio's clock."""
         self._flights = flights
         self._scribe = Scribe(transcript) if self.scans else None
         self._write = transcript.feed if self._scribe is None else self._scribe.read
@@ -165,6 +168,8 @@ class Submission:
     def on_placed(self, placement: Placement) -> None:
         """The request has its engine, perhaps not its first one."""
         self.placement = placement
+        if self.placed_at is None:
+            self.placed_at = trio.current_time()
 
     def on_answered(self) -> None:
         """Tokens come."""

@@ -135,6 +135,12 @@ def _engines(answer: Answer) -> tuple[EngineId, ...]:
     return tuple(dict.fromkeys(engine for engine in engines if engine is not None))
 
 
+def _places(answer: Answer) -> Iterator[float]:
+    for choice in answer.choices:
+        if choice.submission is not None and choice.submission.placed_at is not None:
+            yield choice.submission.placed_at
+
+
 def _reasons(answer: Answer) -> Iterator[str]:
     for choice in answer.choices:
         if choice.submission is not None and choice.submission.placement is not None:
@@ -148,6 +154,9 @@ def _generated(
     return Generated(
         request=request,
         id=answer.form.id,
+        model=answer.form.model,
+        sampling=order.sampling,
+        n=order.n,
         engines=_engines(answer),
         prompt_tokens=usage.prompt,
         output_tokens=usage.completion,
@@ -158,6 +167,7 @@ def _generated(
         error=answer.error,
         ending=responder.ending,
         received_at=received_at,
+        placed_at=min(_places(answer), default=None),
         first_token_at=answer.began_at,
         ended_at=trio.current_time(),
     )
