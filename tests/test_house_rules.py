@@ -59,6 +59,7 @@ LAYERS = [
         "dpkit.link",
         "dpkit.nursery.life",
         "dpkit.nursery.runner",
+        "dpkit.nursery.handout",
         "dpkit.nursery.lockstep",
         "dpkit.nursery.busyloop",
     ],

@@ -6,9 +6,10 @@ is under way may finish, then it ends with an event that says so. Nothing is pri
 
 from __future__ import annotations
 
+import gc
 import json
 import shlex
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import trio
@@ -27,6 +28,7 @@ from dpkit.serve.listeners import ListenFailed
 from dpkit.serve.service import open_service
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractAsyncContextManager
 
     from dpkit.cli.running import Options
@@ -84,13 +86,17 @@ class Serving(Running):
             async with open_cluster(self.config) as self.cluster:
                 front.use(self.cluster)
                 self.signals.serving = True
-                async with open_services(grace=0) as services:
-                    services.start_soon(self.reload_on_hangup, name="reload")
-                    self._announce(service)
-                    try:
-                        await self._until_stopped(service, self.cluster)
-                    finally:
-                        self._report(self.cluster)
+                with _short_pauses():
+                    await self._serve(service, self.cluster)
+
+    async def _serve(self, service: HttpService, cluster: Cluster) -> None:
+        async with open_services(grace=0) as services:
+            services.start_soon(self.reload_on_hangup, name="reload")
+            self._announce(service)
+            try:
+                await self._until_stopped(service, cluster)
+            finally:
+                self._report(cluster)
 
     def _tracing(self, front: Front) -> AbstractAsyncContextManager[object]:
         server = self.config.server
@@ -155,6 +161,20 @@ class Serving(Running):
             self._output.write(json_report(cluster.statistics(), self._tally))
         elif self._tally.overall()["requests"]:
             self._output.write(table_report(cluster.statistics(), self._tally))
+
+
+@contextmanager
+def _short_pauses() -> Iterator[None]:
+    """Keep the garbage collector away from modules and models: it would halt all streams for them.
+
+    With a thousand streams, a full collection takes tens of milliseconds less.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _url(address: str) -> str:

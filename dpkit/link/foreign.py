@@ -222,11 +222,11 @@ class ForeignConnection(WireConnection):
             call.answer = answer
             call.answered.set()
 
-    def _take_batch(self, envelope: Envelope) -> None:
+    def _take_batch(self, envelope: Envelope) -> Iterator[None]:
         for output in envelope.outputs:
             if (held := self._held.get(output.request_id)) is not None:
                 self._count(output, held)
-        super()._take_batch(envelope)
+        return super()._take_batch(envelope)
 
     def _count(self, output: WireOutput, held: Held) -> None:
         report = self._counts
