@@ -22,7 +22,7 @@ from dpkit import __version__
 from dpkit.serve.face import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from opentelemetry.trace import TracerProvider
 
@@ -149,4 +149,5 @@ async def open_tracing(front: Front, endpoint: str) -> AsyncIterator[None]:
 async def _give_up(exporter: OTLPSpanExporter) -> None:
     """Have a collector that is not there be tried no more: it would be for many seconds."""
     await trio.sleep(_LAST_SPANS_S)
-    exporter.shutdown()
+    stop: Callable[[], object] = exporter.shutdown
+    stop()

@@ -295,7 +295,7 @@ async def test_many_outputs_are_taken_in_parts_and_none_after_the_engine_is_lost
         for number in range(2 * PIECE):
             wire.ask(f"r{number}")
         ids = [await wire.heard_id() for _ in range(2 * PIECE)]
-        outputs = [WireOutput(request_id=each, new_token_ids=[1]) for each in ids]
+        outputs = [WireOutput(request_id=each, new_token_ids=(1,)) for each in ids]
         message = encode_envelope(Envelope(outputs=outputs))
         parts = wire.connection.take(message)
         assert parts is not None
