@@ -17,7 +17,14 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # From the inside out: a module may import its own layer and those before it. Packages of one layer
 # that do not know each other are listed in STRANGERS.
 LAYERS = [
-    ["dpkit.names", "dpkit.hashing", "dpkit.imports", "dpkit.costmodel", "dpkit.sampling"],
+    [
+        "dpkit.names",
+        "dpkit.hashing",
+        "dpkit.imports",
+        "dpkit.costmodel",
+        "dpkit.sampling",
+        "dpkit.logs",
+    ],
     ["dpkit.messages"],
     ["dpkit.errors"],
     ["dpkit.abc"],
@@ -53,6 +60,7 @@ LAYERS = [
         "dpkit.link",
         "dpkit.nursery.life",
         "dpkit.nursery.runner",
+        "dpkit.nursery.handout",
         "dpkit.nursery.lockstep",
         "dpkit.nursery.busyloop",
     ],

@@ -15,6 +15,7 @@ import click
 import trio
 
 from dpkit.balancer.coordinator import CoordinatorRules
+from dpkit.cli.logs import log_format as log_format_option
 from dpkit.cli.logs import set_up
 from dpkit.cli.stops import catch_stops, watch_input
 from dpkit.config.checks import BadValue
@@ -56,8 +57,15 @@ def _interval(_: click.Context, __: click.Parameter, value: str) -> float:
 @click.option("--waves", is_flag=True, help="The engines step together.")
 @click.option("--lifeline", is_flag=True, help="End when standard input does.")
 @click.option("--log-level", default="warning", type=click.Choice(("debug", "info", "warning")))
+@log_format_option
 def command(  # noqa: PLR0917 - click passes by keyword
-    engines: int, bind: str, interval: float, waves: bool, lifeline: bool, log_level: str
+    engines: int,
+    bind: str,
+    interval: float,
+    waves: bool,
+    lifeline: bool,
+    log_level: str,
+    log_format: str | None,
 ) -> int:
     """Gather what engines say of their load, and publish it to frontends.
 
@@ -68,7 +76,7 @@ def command(  # noqa: PLR0917 - click passes by keyword
 
     SIGTERM ends it, with exit code 0.
     """
-    set_up(log_level)
+    set_up(log_level, log_format or "text")
     rules = partial(CoordinatorRules, engines, interval=interval, wave_coordination=waves)
     try:
         return trio.run(_serve, rules, bind, lifeline)

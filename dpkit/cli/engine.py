@@ -15,6 +15,7 @@ import click
 import trio
 from attrs import frozen
 
+from dpkit.cli.logs import log_format as log_format_option
 from dpkit.cli.logs import set_up
 from dpkit.cli.stops import catch_stops, watch_input
 from dpkit.cli.words import describe
@@ -27,6 +28,7 @@ from dpkit.errors import DpkitError, LaunchFailed
 from dpkit.link.engine import Loaded, Place, serve_engine
 from dpkit.link.group import LockstepPlan
 from dpkit.link.redial import serve_again
+from dpkit.logs import ENGINE
 from dpkit.messages import EngineId
 from dpkit.names import EngineKind
 from dpkit.nursery.limits import limits_of
@@ -50,6 +52,7 @@ _log = logging.getLogger(__name__)
 @click.option("--redial", metavar="TIME", help="Say HELLO again when all frontends have gone.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where ranks that step together meet.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
+@log_format_option
 def command(  # noqa: PLR0917 - click passes by keyword
     file: str,
     rank: int,
@@ -59,6 +62,7 @@ def command(  # noqa: PLR0917 - click passes by keyword
     redial: str | None,
     rendezvous: str | None,
     overrides: tuple[str, ...],
+    log_format: str | None,
 ) -> int:
     """Be one engine of a config, for frontends that speak vLLM's engine-core wire.
 
@@ -79,8 +83,9 @@ def command(  # noqa: PLR0917 - click passes by keyword
     of the host of rank 0, with a port that is free there.
     """
     config = load_config(file, overrides=overrides)
-    set_up(config.log.level)
+    set_up(config.log.level, log_format or config.log.format)
     engine = _Engine.find(config, rank)
+    ENGINE.set(engine.name)
     place = Place(
         engine=EngineId(engine.name),
         rank=engine.rank,

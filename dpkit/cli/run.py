@@ -18,7 +18,7 @@ import trio
 from attrs import frozen
 
 from dpkit.cli.answers import JsonAnswers, Output, TextAnswers
-from dpkit.cli.logs import set_up
+from dpkit.cli.logs import log_format as log_format_option
 from dpkit.cli.report import Tally, json_report, table_report
 from dpkit.cli.running import Options, Running, starting
 from dpkit.cli.session import Session
@@ -58,6 +58,7 @@ class _Prompts:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 @click.option("--audit", is_flag=True, help="At the end, check that nothing has leaked.")
+@log_format_option
 def command(  # noqa: PLR0917 - click passes by keyword
     file: str,
     prompts: tuple[str, ...],
@@ -67,6 +68,7 @@ def command(  # noqa: PLR0917 - click passes by keyword
     overrides: tuple[str, ...],
     as_json: bool,
     audit: bool,
+    log_format: str | None,
 ) -> int:
     """Bring up the cluster that FILE declares (default: dpkit.toml) and serve it over HTTP.
 
@@ -79,13 +81,15 @@ def command(  # noqa: PLR0917 - click passes by keyword
     again, and it stops at once; a third time, and the process is gone. SIGHUP reads FILE again and
     changes the running cluster.
     """
-    options = Options(file=file, overrides=overrides, as_json=as_json, audit=audit)
+    options = Options(
+        file=file, overrides=overrides, as_json=as_json, audit=audit, log_format=log_format
+    )
     asked = _Prompts(texts=_texts(prompts), chat=chat, sampling=_sampling(max_tokens, temperature))
     config = _load(options)
     serves = config.server is not None and not prompts and not _stdin_is_a_file()
     if serves:
         _refuse_options_of_prompts()
-    set_up(config.log.level)
+    options.set_up_logs(config.log)
     if isinstance(sys.stdout, TextIOWrapper):  # an answer may have letters that a terminal has not
         sys.stdout.reconfigure(errors="backslashreplace")
     return trio.run(_main, config, options, None if serves else asked)

@@ -24,7 +24,7 @@ from dpkit.nursery.services import open_services
 
 if TYPE_CHECKING:
     from dpkit.cli.signals import Signals
-    from dpkit.config.schema import Config
+    from dpkit.config.schema import Config, LogConfig
     from dpkit.nursery.cluster import Cluster
     from dpkit.nursery.reload import Plan
 
@@ -41,6 +41,7 @@ class Options:
     overrides: tuple[str, ...] = ()
     as_json: bool = False
     audit: bool = False
+    log_format: str | None = None
 
     def load(self) -> Config:
         """Read the file.
@@ -49,6 +50,10 @@ class Options:
             ConfigError: it is wrong.
         """
         return load_config(self.file, overrides=self.overrides)
+
+    def set_up_logs(self, log: LogConfig) -> None:
+        """Log as the file says, but in the form that the command line asks for, if it does."""
+        set_up(log.level, self.log_format or log.format)
 
 
 class Running(ABC):
@@ -125,7 +130,7 @@ class Running(ABC):
         assert self.cluster is not None  # noqa: S101 - asked for by who has it
         config = self.options.load()
         plan = await self.cluster.apply(config)
-        set_up(config.log.level)
+        self.options.set_up_logs(config.log)
         return plan
 
     async def reload_on_hangup(self) -> None:

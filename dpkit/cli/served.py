@@ -33,6 +33,8 @@ def serving(config: Config) -> Iterator[str]:
         f"{show_size(server.max_body)}. A client that reads nothing for "
         f"{show_duration(server.send_timeout)} has left, and its request is aborted."
     )
+    if server.otlp_traces_endpoint is not None:
+        yield f"  A span for each request for text goes to {server.otlp_traces_endpoint}."
 
 
 def _reach(listen: str) -> str:

@@ -40,6 +40,13 @@ class LogLevel(enum.StrEnum):
     ERROR = "error"
 
 
+class LogFormat(enum.StrEnum):
+    """How log records are written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 @frozen(kw_only=True)
 class ClusterConfig:
     """What holds for the whole tree."""
@@ -240,6 +247,17 @@ class LogConfig:
     """What is said while all runs, and where."""
 
     level: LogLevel = field(default=LogLevel.WARNING, metadata=why("Quiet while all is well."))
+    format: LogFormat = field(
+        default=LogFormat.TEXT,
+        metadata=why("For people. 'json' is one object a line, for what gathers logs."),
+    )
+    prompts: bool = field(
+        default=False,
+        metadata=why(
+            "What clients ask is nobody's business. True: the body of each HTTP request for text "
+            "is logged, at level info."
+        ),
+    )
     events: str | None = field(
         default=None,
         validator=optional(writable_path),

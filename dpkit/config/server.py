@@ -123,6 +123,14 @@ class ServerConfig:
             "As api_key_env, for those routes. Without admin_listen they are at listen, behind it."
         ),
     )
+    otlp_traces_endpoint: str | None = field(
+        default=None,
+        validator=optional(MadeOf(r"https?://[^\s/@]+(/\S*)?", "http://HOST:PORT/PATH")),
+        metadata=why(
+            "No traces. Where OpenTelemetry's spans go, one for each request for text: a collector "
+            "is at 'http://localhost:4318/v1/traces'. Needs the extra otel."
+        ),
+    )
     max_connections: int = field(
         default=4096,
         validator=Between(1, 1_000_000),

@@ -18,6 +18,7 @@ from dpkit.engine.limits import EngineLimits
 from dpkit.engine.models import load_model
 from dpkit.errors import EngineLost
 from dpkit.launch.lifeline import watch_lifeline
+from dpkit.launch.records import RecordFormatter
 from dpkit.link.engine import Loaded, Place, serve_engine
 from dpkit.link.group import LOST_WITH_ITS_GROUP, LockstepPlan, import_ballots
 from dpkit.messages import EngineId
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dpkit.abc import Model
+
+_log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -80,8 +83,7 @@ def work(
         count: Engines that serve together.
         lockstep: Fields of `LockstepPlan`, for an engine that steps together with those.
     """
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("dpkit").setLevel(log_level)
+    _log_to_the_head(log_level)
     model.threads_per_engine = threads
     plain, _, epoch = name.partition("#")
     place = Place(
@@ -102,6 +104,16 @@ def work(
     except EngineLost as error:  # by no fault of its own: there is nothing to trace
         print(error, file=sys.stderr)  # noqa: T201 - its last words, which the head hears
         raise SystemExit(LOST_WITH_ITS_GROUP) from None
+    except Exception:  # noqa: BLE001 - a model's own, whatever it is: told in one record
+        _log.exception("engine %s failed", name)
+        raise SystemExit(1) from None
+
+
+def _log_to_the_head(level: int) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(RecordFormatter())
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("dpkit").setLevel(level)
 
 
 async def _serve(place: Place, loaded: Loaded) -> None:

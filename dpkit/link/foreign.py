@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from dpkit.engine.checks import find_problem
 from dpkit.errors import EngineLost, RequestRejected, WireError
 from dpkit.link.zmq import ENDING, WireConnection
+from dpkit.logs import about
 from dpkit.messages import EngineOutput
 from dpkit.names import FinishReason
 from dpkit.wire.codec import Abort, EngineDead, Utility, decode_output, encode_input
@@ -153,6 +154,7 @@ class ForeignConnection(WireConnection):
                     "engine %s does not say that it has dropped the aborted request %r: "
                     "nobody waits for that any more (engines.vllm.abort_timeout)",
                     *(self.engine, wire_id),
+                    extra=about(request_id=wire_id, engine=self.engine),
                 )
             self.unacknowledged += 1
             self.meter.forget(wire_id)
@@ -229,7 +231,7 @@ class ForeignConnection(WireConnection):
             call.answer = answer
             call.answered.set()
 
-    def _take_batch(self, envelope: Envelope) -> None:
+    def _take_batch(self, envelope: Envelope) -> Iterator[None]:
         if self.newest_step is not None and (stats := envelope.scheduler_stats) is not None:
             wave, step = self.newest_step()
             envelope.scheduler_stats = replace(stats, current_wave=wave, step_counter=step)
@@ -240,7 +242,7 @@ class ForeignConnection(WireConnection):
         if stats is not None and (prefixes := stats.prefix_cache_stats) is not None:
             self._counts.prefix_query_tokens += prefixes.queries
             self._counts.prefix_hit_tokens += prefixes.hits
-        super()._take_batch(envelope)
+        return super()._take_batch(envelope)
 
     def _count(self, output: WireOutput, held: Held) -> None:
         report = self._counts
@@ -273,7 +275,8 @@ class ForeignConnection(WireConnection):
     def _take_loss(self, wire_id: str) -> None:
         """Only that request is lost; vLLM's frontend, too, lets the others go on."""
         what = "dropped it without a word"
-        _log.warning("engine %s, request %s: it %s", self.engine, wire_id, what)
+        of = about(request_id=wire_id, engine=self.engine)
+        _log.warning("engine %s, request %s: it %s", self.engine, wire_id, what, extra=of)
         self._lose(wire_id, what)
 
     def _lose(self, wire_id: str, why: str) -> None:

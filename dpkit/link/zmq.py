@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 PROGRESS = "dpkit_progress"
 """The call that a dpkit engine answers at once, in the middle of a step too."""
 
+PIECE = 32
+"""Outputs of one message that are taken in before others may have a turn."""
 
 ENDING = "is shutting down, by no order from here"
 
@@ -113,6 +115,7 @@ class WireConnection:
         self._on_stats = on_stats
         self._on_gone = on_gone
         self._held: dict[str, Held] = {}
+        self._is_lost = False
         self._aborting: set[str] = set()  # the engine has not yet said that it has dropped them
         self._numbers = count()
 
@@ -200,8 +203,8 @@ class WireConnection:
 
     # From the engine.
 
-    def take(self, frames: list[bytes]) -> None:
-        """Take in one message.
+    def take(self, frames: list[bytes]) -> Iterator[None] | None:
+        """Take in one message; of one with many outputs, some at each step of what is returned.
 
         Raises:
             WireError: it cannot be read, or says what no engine may say to a client.
@@ -213,13 +216,18 @@ class WireConnection:
             raise EngineLost(f"engine {self.engine} met an error", engine=self.engine)
         if message.utility_output is not None:
             self._take_answer(message.utility_output)
-        else:
-            self._take_batch(message)
+            return None
+        parts = self._take_batch(message)
+        if len(message.outputs) > PIECE:
+            return parts
+        for _ in parts:
+            pass
+        return None
 
     def _take_answer(self, answer: UtilityAnswer) -> None:
         self.progress.answered(answer)
 
-    def _take_batch(self, envelope: Envelope) -> None:
+    def _take_batch(self, envelope: Envelope) -> Iterator[None]:
         if envelope.wave_complete is not None or envelope.start_wave is not None:
             raise WireError(
                 f"engine {self.engine} spoke of waves to a client, not a coordinator",
@@ -230,7 +238,7 @@ class WireConnection:
             self.progress.counted(self.stats.step_counter)
         engine, find = self.engine, self._held.get
         tokens, prompts = len(envelope.outputs), list[int]()
-        for output in envelope.outputs:
+        for number, output in enumerate(envelope.outputs, start=1):
             held = find(output.request_id)
             if held is None:
                 self._take_late(output.request_id)
@@ -245,6 +253,10 @@ class WireConnection:
             else:  # what comes for every token, so it goes the shortest way
                 told = EngineOutput(request_id=held.request_id, token_ids=output.new_token_ids)
                 held.link.deliver(engine, told)
+            if not number % PIECE:
+                yield
+                if self._is_lost:  # meanwhile, and all have been told
+                    return
         self.meter.step(tokens, prompts)
         for wire_id in envelope.finished_requests or ():
             self._take_end(wire_id)
@@ -301,6 +313,7 @@ class WireConnection:
 
     def fail_all(self, cause: Exception, said: str) -> None:
         """Tell every request that is here that its engine is lost."""
+        self._is_lost = True
         held = list(self._held.values())
         self._held.clear()
         self._aborting.clear()

@@ -17,6 +17,7 @@ from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, des
 from dpkit.link.local import LocalLink
 from dpkit.messages import EngineOutput, EngineStats, StepReport
 from dpkit.names import FinishReason
+from dpkit.nursery.handout import HandOut
 from dpkit.nursery.inbox import duplicate
 from dpkit.nursery.meter import Meter
 from dpkit.nursery.runner import Patience, open_runner
@@ -88,6 +89,7 @@ class BusyLoop:
         self._flush = flush
         self._patience = Patience()
         self._deliver: dict[str, Deliver] = {}
+        self._hand_out = HandOut(self._send, self._check_alive)
         self._seq = 0
         self._steps = 0
         self._step_time_s = 0.0
@@ -154,7 +156,7 @@ class BusyLoop:
                 self._steps += 1
                 outputs = self.core.apply(batch, result)
                 self.meter.step(len(outputs), _first_prompts(batch))
-                self._send(outputs)
+                await self._hand_out.run(outputs)
                 self._publish_if_changed()
                 self._flush(())
             elif self.core.has_requests():
@@ -195,11 +197,14 @@ class BusyLoop:
             raise
         finally:
             self.step_started_at = None
-        if self.cause is not None:  # given up while it ran: nobody waits for the outputs
-            raise self.cause
+        self._check_alive()
         self._step_time_s = trio.current_time() - began
         self._was_halved = False
         return result
+
+    def _check_alive(self) -> None:
+        if self.cause is not None:  # given up meanwhile: nobody waits for the outputs
+            raise self.cause
 
     def _shrink(self, error: Exception) -> bool:
         """Have the step tried again with half of its tokens, once."""
@@ -311,10 +316,13 @@ class BusyLoop:
             self.core.check()
         except InternalError as error:
             yield f"engine {self.engine}: {error}"
-        scheduled, drained = sum(self.core.get_request_counts()), len(self._deliver)
+        hand_out = self._hand_out
+        drained = len(self._deliver.keys() - hand_out.ended)
+        scheduled = sum(self.core.get_request_counts())
         if scheduled != drained:
             yield f"{self.engine} took {drained} requests, its scheduler has {scheduled}"
-        told = None if self._publish is None or self.cause else sum(self._gate.counts)
+        is_silent = self._publish is None or self.cause or hand_out.is_interrupted
+        told = None if is_silent else sum(self._gate.counts)
         if told not in (None, scheduled):
             yield f"{self.engine} published {told} requests, its scheduler has {scheduled}"
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
+from dpkit.logs import about
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -140,7 +142,7 @@ class EventLog:
         self._ring.append(event)
         level = _LEVELS.get(event.kind, logging.INFO)
         if _log.isEnabledFor(level):
-            _log.log(level, "%s", event)
+            _log.log(level, "%s", event, extra=about(request_id=request_id, engine=engine))
         self._emitted += 1
         if self._lot:
             self._lot.unpark()

@@ -20,6 +20,7 @@ from dpkit.errors import (
     Overloaded,
     RequestRejected,
 )
+from dpkit.logs import about
 from dpkit.names import Cause, FinishReason
 from dpkit.nursery.events import Event, EventKind, Figures
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from dpkit.nursery.meter import FirstTokens
 
 _log = logging.getLogger(__name__)
+
+_log = logging.getLogger("dpkit.nursery.flights")
 
 _DRAIN_RETRY_S = 5.0
 """What a client of a draining cluster is told to wait: about the time a restarted pod needs."""
@@ -237,6 +240,13 @@ def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
         f"request {request_id}: the cluster is closed; make requests inside its `async with` block",
         request_id=request_id,
     )
+
+
+def log_placement(request_id: str, placement: Placement) -> None:
+    """Tell where a request goes, for who looks for errors."""
+    if _log.isEnabledFor(logging.DEBUG):
+        engine, of = placement.engine, about(request_id=request_id, engine=placement.engine)
+        _log.debug("request %s goes to %s by %s", request_id, engine, placement.reason, extra=of)
 
 
 def not_retried(error: EngineLost) -> str:

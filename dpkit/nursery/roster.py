@@ -24,6 +24,7 @@ from dpkit.errors import (
     WireError,
     describe,
 )
+from dpkit.logs import about
 from dpkit.names import EngineState, Strategy
 from dpkit.nursery.build import restarts
 from dpkit.nursery.standing import EngineTotals
@@ -76,12 +77,13 @@ class _Team(Observer):
         self._told.add(what)
         model = self.slots[name].model_class
         message = "engine %s (%s) failed in its life %d: %s"
-        _log.error(message, name, model, life, what, exc_info=exc_info)
+        of = about(engine=name)
+        _log.error(message, name, model, life, what, exc_info=exc_info, extra=of)
         if isinstance(error, InternalError):  # nobody's fault but ours: no new life mends that
             self._on_bug(error, f"engine {name}")
 
     def gave_up(self, name: str, error: Exception) -> None:
-        _log.error("engine %s is given up, and down", name)
+        _log.error("engine %s is given up, and down", name, extra=about(engine=name))
         self.slots[name].give_up(error)
 
     def is_consequence(self, name: str) -> bool:

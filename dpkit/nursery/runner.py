@@ -10,10 +10,12 @@ Owns the engine's KV cache, which is made and used in that thread. Knows nothing
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import queue
 import threading
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import outcome
@@ -109,8 +111,10 @@ class _EngineThread:
     def __init__(self, name: str, patience: Patience) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        # A daemon only so that a hung step cannot keep a dying interpreter alive.
-        self._thread = threading.Thread(target=self._work, name=f"dpkit {name}", daemon=True)
+        # A daemon only so that a hung step cannot keep a dying interpreter alive. In the context
+        # of its engine's task, so that what a model logs tells whose step it was.
+        work = partial(contextvars.copy_context().run, self._work)
+        self._thread = threading.Thread(target=work, name=f"dpkit {name}", daemon=True)
         self._thread.start()
         self._waiting: trio.lowlevel.Task | None = None
         self._raise_cancel: Callable[[], Any] | None = None  # of a cancellation that was refused

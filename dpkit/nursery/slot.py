@@ -15,6 +15,7 @@ import trio
 from attrs import evolve
 
 from dpkit.errors import EngineLost, LaunchFailed, describe
+from dpkit.logs import ENGINE
 from dpkit.messages import EngineId
 from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
@@ -135,6 +136,7 @@ class EngineSlot:
             engine = EngineId(self.name, self._first_epoch + number)
             self.life = self._make_life(engine, self.rank, self._lost)
         life = self.life
+        ENGINE.set(str(life.engine))  # of this task alone: whatever its model logs is about it
         try:
             await self._run(life)
         finally:

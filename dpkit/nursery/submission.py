@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from dpkit.logs import about
 from dpkit.messages import EngineOutput, FinishReason
 from dpkit.nursery.scribe import Scribe
 
@@ -68,6 +69,7 @@ class Submission:
         "_written",
         "delivered",
         "finish_reason",
+        "placed_at",
         "placement",
         "request",
         "scans",
@@ -80,6 +82,8 @@ class Submission:
         self.scans = bool(request.sampling.stop)
         self.finish_reason: FinishReason | None = None
         self.placement: Placement | None = None
+        self.placed_at: float | None = None
+        """When it got its first engine, on Trio's clock."""
         self._flights = flights
         self._scribe = Scribe(transcript) if self.scans else None
         self._write = transcript.feed if self._scribe is None else self._scribe.read
@@ -164,6 +168,8 @@ class Submission:
     def on_placed(self, placement: Placement) -> None:
         """The request has its engine, perhaps not its first one."""
         self.placement = placement
+        if self.placed_at is None:
+            self.placed_at = trio.current_time()
 
     def on_answered(self) -> None:
         """Tokens come."""
@@ -202,7 +208,10 @@ class Submission:
             return
         self._sink = None
         _log.error(
-            "request %s: its sink raised, so it ends here and now", self.request_id, exc_info=error
+            "request %s: its sink raised, so it ends here and now",
+            self.request_id,
+            exc_info=error,
+            extra=about(request_id=self.request_id, engine=self.engine),
         )
         self._flights.disown(self, error)
 

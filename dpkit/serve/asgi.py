@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
 
+from dpkit.logs import REQUEST_ID
 from dpkit.serve.asgiresponder import AsgiResponder
 from dpkit.serve.errors import ApiError
 from dpkit.serve.face import Ending, Request
@@ -79,6 +80,7 @@ class AsgiApp:
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         settings = self.front.settings
         request_id = self._id_of(scope["headers"])
+        REQUEST_ID.set(request_id)
         responder = AsgiResponder(
             send, request_id, head=scope["method"] == "HEAD", settings=settings
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dpkit.errors import DpkitError, TryLater
+from dpkit.logs import about
 
 if TYPE_CHECKING:
     from dpkit.serve.face import Headers, Responder
@@ -93,7 +94,8 @@ def api_error(error: Exception, request_id: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if not isinstance(error, DpkitError) or error.http_status == 500:
-        _log.error("request %s failed", request_id, exc_info=error)
+        of = about(request_id=request_id)
+        _log.error("request %s failed", request_id, exc_info=error, extra=of)
         return ApiError(
             500, f"request {request_id} failed within the server; its log says why", code="internal"
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from dpkit.logs import ENGINE, REQUEST_ID
 from dpkit.serve.face import Ending
 from dpkit.serve.heads import JSON, RETRY_AFTER, error_body
 from dpkit.serve.site import CLIENT_CLOSED, Answered
@@ -23,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 async def handle(handler: Handler, responder: HttpResponder) -> None:
     """Have the handler answer; what it raises ends here, but for cancellations and the like."""
+    REQUEST_ID.set(responder.request.id)
+    ENGINE.set(None)  # until the handler knows; its task serves one request after another
     try:
         await handler(responder.request, responder)
     except Exception:  # noqa: BLE001 - of this request alone

@@ -23,7 +23,7 @@ from dpkit.serve.logprobs import Spelling
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from dpkit.messages import EngineId
+    from dpkit.messages import EngineId, SamplingParams
     from dpkit.nursery.cluster import Cluster
     from dpkit.nursery.prompts import Prompt
     from dpkit.nursery.reload import Plan
@@ -64,6 +64,12 @@ class Generated:
     request: Request
     id: str
     """Of the answer, and, with a suffix for each of several, of what the engines had."""
+    model: str
+    """As clients call it."""
+    sampling: SamplingParams
+    """As it was asked for, but for `max_tokens`."""
+    n: int
+    """Answers to each prompt."""
     engines: tuple[EngineId, ...]
     prompt_tokens: int
     output_tokens: int
@@ -77,6 +83,8 @@ class Generated:
     ending: Ending | None
     """How the answer ended."""
     received_at: float
+    placed_at: float | None
+    """When the first of its choices got an engine."""
     first_token_at: float | None
     ended_at: float
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
+from dpkit.logs import ENGINE
 from dpkit.serve.answers import Streamed, Whole
 from dpkit.serve.chunks import Form, Kind
 from dpkit.serve.errors import ApiError, bad_request
@@ -76,6 +77,7 @@ async def _generate(
     finally:
         answer.close()
         front.forget(name)
+        ENGINE.set(_names(answer) or None)
         front.tell(_generated(request, responder, answer, received_at))
 
 
@@ -114,7 +116,7 @@ def _headers_for(request: Request) -> Callable[[Answer], Headers]:
     explain = (request.header("x-dpkit-explain") or "") not in {"", "0"}
 
     def headers(answer: Answer) -> Headers:
-        made = [(b"x-dpkit-engine", ", ".join(map(str, _engines(answer))).encode())]
+        made = [(b"x-dpkit-engine", _names(answer).encode())]
         if explain:
             reasons = "; ".join(dict.fromkeys(_reasons(answer)))
             made.append((b"x-dpkit-pick", reasons.encode("ascii", "replace")))
@@ -123,10 +125,20 @@ def _headers_for(request: Request) -> Callable[[Answer], Headers]:
     return headers
 
 
+def _names(answer: Answer) -> str:
+    return ", ".join(map(str, _engines(answer)))
+
+
 def _engines(answer: Answer) -> tuple[EngineId, ...]:
     submissions = [choice.submission for choice in answer.choices]
     engines = [each.engine for each in submissions if each is not None]
     return tuple(dict.fromkeys(engine for engine in engines if engine is not None))
+
+
+def _places(answer: Answer) -> Iterator[float]:
+    for choice in answer.choices:
+        if choice.submission is not None and choice.submission.placed_at is not None:
+            yield choice.submission.placed_at
 
 
 def _reasons(answer: Answer) -> Iterator[str]:
@@ -142,6 +154,9 @@ def _generated(
     return Generated(
         request=request,
         id=answer.form.id,
+        model=answer.form.model,
+        sampling=order.sampling,
+        n=order.n,
         engines=_engines(answer),
         prompt_tokens=usage.prompt,
         output_tokens=usage.completion,
@@ -152,6 +167,7 @@ def _generated(
         error=answer.error,
         ending=responder.ending,
         received_at=received_at,
+        placed_at=min(_places(answer), default=None),
         first_token_at=answer.began_at,
         ended_at=trio.current_time(),
     )

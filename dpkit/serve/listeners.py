@@ -85,7 +85,7 @@ def _split(address: str) -> tuple[str, int]:
 def _open_all(address: str, places: list[tuple[int, str, int]]) -> list[Listener]:
     """Open all of them, but those of a family that this host has not."""
     opened: list[Listener] = []
-    absent: OSError | None = None
+    absent = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     picked = 0
     for family, host, port in dict.fromkeys(places):
         try:
@@ -148,11 +148,9 @@ def _is_stale(path: str) -> bool:
     return False
 
 
-def _failed(address: str, error: OSError | None) -> ListenFailed:
-    reason = (error.strerror or str(error)) if error is not None else "it has no address"
-    number = error.errno if error is not None else None
-    hint = _HINTS.get(number or 0, "try another address")
-    return ListenFailed(f"cannot listen at {address}: {reason}; {hint}")
+def _failed(address: str, error: OSError) -> ListenFailed:
+    hint = _HINTS.get(error.errno or 0, "try another address")
+    return ListenFailed(f"cannot listen at {address}: {error.strerror or error}; {hint}")
 
 
 _HINTS = {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from attrs import define, field
 
+from dpkit.logs import about
 from dpkit.serve.face import Ending, Headers, Responder
 from dpkit.serve.heads import has_body
 
@@ -216,7 +217,12 @@ class HttpResponder(Responder):
         try:
             callback()
         except Exception:  # noqa: BLE001 - the handler's, but in a task of the connection's
-            _log.exception("%s: what the handler would do next failed", self.request.id)
+            request_id = self.request.id
+            _log.exception(
+                "%s: what the handler would do next failed",
+                request_id,
+                extra=about(request_id=request_id),
+            )
             self.line.failed()
 
     async def wait_drained(self) -> None:

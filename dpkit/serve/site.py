@@ -9,10 +9,11 @@ import logging
 import os
 from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import define, field, frozen
 
+from dpkit.logs import about
 from dpkit.serve.heads import HeadWriter
 from dpkit.serve.limits import HttpLimits, Room
 
@@ -73,12 +74,26 @@ class Site:
     def tell(self, answered: Answered) -> None:
         """Log an answer, and have the observer know. What the observer raises is its own affair."""
         if _access.isEnabledFor(logging.INFO):
-            _access.info("%s", _line(answered))
+            _access.info("%s", _line(answered), extra=_fields(answered))
         if self.observer is not None:
             try:
                 self.observer(answered)
             except Exception:  # noqa: BLE001 - it is told, not asked
                 _log.exception("the observer of answers failed")
+
+
+def _fields(answered: Answered) -> dict[str, Any]:
+    request = answered.request
+    told = {} if request is None else {"method": request.method, "path": request.path}
+    return about(
+        request_id=None if request is None else request.id,
+        peer=answered.peer,
+        **told,
+        status=answered.status,
+        ending=answered.ending,
+        bytes=answered.body_sent,
+        seconds=round(answered.seconds, 6),
+    )
 
 
 def _line(answered: Answered) -> str:

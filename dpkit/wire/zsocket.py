@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 from contextlib import asynccontextmanager
 from itertools import count
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Never
 
 import trio
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 BURST = 64
 """Messages delivered between two checkpoints: enough to hide what a checkpoint costs."""
+TURN_S = 0.002
+"""Seconds after which others have a turn, however few messages it was."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Default size limit of one frame: a prompt of a million tokens as embeddings is not sent here."""
 MAX_SOCKETS = 16_384
@@ -129,6 +132,15 @@ async def open_zsocket(
         zsocket.close()
 
 
+async def _in_turns(rest: GeneratorType[object, None, object], since: float) -> float:
+    """Go through the parts of a message; when others had their last turn."""
+    for _ in rest:
+        if trio.current_time() - since > TURN_S:
+            await trio.lowlevel.checkpoint()
+            since = trio.current_time()
+    return since
+
+
 def _open_monitor(context: Context, raw: zmq.Socket[bytes]) -> ZSocket:
     address = f"inproc://dpkit-monitor-{next(_monitor_numbers)}"
     return ZSocket(attach_monitor(context, raw, address))
@@ -192,7 +204,9 @@ class ZSocket:
 
         Args:
             deliver: Synchronous and quick, as all other tasks wait meanwhile. Others get a turn
-                after `BURST` messages at the latest. Ctrl-C does not tear it.
+                after `BURST` messages or `TURN_S` seconds. Of a message with much in it, it may
+                return a generator, which does a part at each step: others get turns between these.
+                Ctrl-C does not tear it.
 
         Error handling:
             What `deliver` raises comes out; its message is gone, those after it are not. Else as
@@ -202,15 +216,17 @@ class ZSocket:
         try:
             await trio.lowlevel.checkpoint()
             while True:
-                taken = 0
+                taken, since = 0, trio.current_time()
                 while (frames := self._take()) is not None:
-                    deliver(frames)
+                    rest = deliver(frames)
                     taken += 1
+                    if isinstance(rest, GeneratorType):
+                        since = await _in_turns(rest, since)
                     if taken == 1 and not self._is_readable():
                         break
-                    if taken == BURST:
-                        taken = 0
+                    if taken == BURST or trio.current_time() - since > TURN_S:
                         await trio.lowlevel.checkpoint()
+                        taken, since = 0, trio.current_time()
                 await self._wait()
         finally:
             self._receiving = False

@@ -38,6 +38,10 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
             "[server]\nadmin_listen = '127.0.0.1:1'\nadmin_key_env = 'ONE_KEY'",
             "to be had at 127.0.0.1:1, for this machine alone, with a key from",
         ),
+        (
+            "[server]\notlp_traces_endpoint = 'http://c:4318/v1/traces'",
+            "A span for each request for text goes to http://c:4318/v1/traces.",
+        ),
         ("[server]\nmax_body = '1MiB'", "a request has at most 1MiB"),
     ],
 )

@@ -341,11 +341,25 @@ def test_engines_in_processes_are_served_alike(tmp_path) -> None:
         assert (code, err) == (0, "")
 
 
-def test_without_httptools_it_says_how_to_get_it(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("module", "more", "who", "extra"),
+    [
+        ("httptools", "", "[server]", "serve"),
+        (
+            "opentelemetry",
+            "otlp_traces_endpoint = 'http://localhost:4318/v1/traces'\n",
+            "server.otlp_traces_endpoint",
+            "otel",
+        ),
+    ],
+)
+def test_without_what_an_extra_brings_it_says_how_to_get_it(
+    tmp_path, module, more, who, extra
+) -> None:
     path = tmp_path / "dpkit.toml"
-    path.write_text(ECHO)
+    path.write_text(ECHO + more)
     code = (
-        "import sys; sys.modules['httptools'] = None; from dpkit.cli.main import main; "
+        f"import sys; sys.modules[{module!r}] = None; from dpkit.cli.main import main; "
         "sys.exit(main(['run', sys.argv[1]]))"
     )
     done = subprocess.run(
@@ -356,9 +370,8 @@ def test_without_httptools_it_says_how_to_get_it(tmp_path) -> None:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 3
-    assert done.stderr == (
-        "error: [server] needs httptools; `pip install 'dpkit[serve]'` brings it\n"
-    )
+    assert done.stderr.startswith(f"error: {who} needs {module}")
+    assert done.stderr.endswith(f"; `pip install 'dpkit[{extra}]'` brings it\n")
 
 
 def test_metrics_are_told_by_the_name_that_clients_use(tmp_path) -> None:

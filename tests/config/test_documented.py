@@ -76,7 +76,7 @@ def test_example_file_shows_every_key(full_example: str) -> None:
 
 def test_commented_keys_of_the_example_stand_at_their_defaults(full_example: str) -> None:
     full, plain = parse_config(full_example), load_config(ROOT / "dpkit.toml")
-    names = ("model_name", "api_key_env", "admin_listen", "admin_key_env")
+    names = ("model_name", "api_key_env", "admin_listen", "admin_key_env", "otlp_traces_endpoint")
     absent: dict[str, Any] = dict.fromkeys(names)
     chosen_by_absence = {"max_num_seqs": None, "max_num_batched_tokens": None}
     (group,) = full.engines

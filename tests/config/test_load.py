@@ -187,7 +187,7 @@ def test_an_index_wins_over_a_name() -> None:
         ("engines.0.count=0", "engines.0.count: must be between 1 and 1024, got 0"),
         ("engines.smol.count=0", "engines.0.count: must be between 1 and 1024, got 0"),
         ("engines.0.cuont=2", "engines.0.cuont: unknown key; did you mean 'count'?"),
-        ("log={x = 1}", "log.x: unknown key; known here: level, events"),
+        ("log={x = 1}", "log.x: unknown key; known here: level, format, prompts, events"),
         ("cordinator.interval=1", "cordinator: unknown key; did you mean 'coordinator'?"),
         ("engines.0={}", 'engines.0.model: missing; write for example model = "smollm2-135m"'),
         ("engines.7.count=1", "there is no engines.7; indices here: 0, 1"),

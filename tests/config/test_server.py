@@ -99,3 +99,11 @@ def test_a_unix_socket_lies_beside_its_file(tmp_path: Path) -> None:
     config = load_config(path)
     assert config.server is not None
     assert config.server.listen == f"unix:{tmp_path}/dpkit.sock"
+
+
+def test_a_key_in_the_file_itself_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config("[[engines]]\nmodel = 'echo'\n[server]\napi_key_env = 'sk-12345'\n")
+    said = str(caught.value)
+    assert "expected the name of a variable of the environment, not the key itself" in said
+    assert "sk-12345" not in said

@@ -11,7 +11,7 @@ import zmq
 from attrs import define, field
 
 from dpkit.errors import EngineLost, RequestRejected, WireError
-from dpkit.link.zmq import WireConnection, ZmqLink
+from dpkit.link.zmq import PIECE, WireConnection, ZmqLink
 from dpkit.messages import EngineId, EngineOutput, GenerateRequest, SamplingParams
 from dpkit.names import FinishReason
 from dpkit.wire.codec import (
@@ -288,3 +288,26 @@ async def test_every_request_of_a_lost_engine_is_told_why() -> None:
         assert isinstance(output.error, EngineLost)
         assert (output.error.engine, output.error.request_id) == (ENGINE, output.request_id)
         assert output.error.__cause__ is cause
+
+
+async def test_many_outputs_are_taken_in_parts_and_none_after_the_engine_is_lost() -> None:
+    async with open_wire() as wire:
+        for number in range(2 * PIECE):
+            wire.ask(f"r{number}")
+        ids = [await wire.heard_id() for _ in range(2 * PIECE)]
+        outputs = [WireOutput(request_id=each, new_token_ids=(1,)) for each in ids]
+        message = encode_envelope(Envelope(outputs=outputs))
+        parts = wire.connection.take(message)
+        assert parts is not None
+        next(parts)
+        assert len(wire.got) == PIECE
+        wire.link.abort(f"r{PIECE}")
+        assert len([*parts]) == 1
+        assert len(wire.got) == 2 * PIECE - 1
+        parts = wire.connection.take(message)
+        assert parts is not None
+        next(parts)
+        wire.connection.fail_all(EngineLost("it burnt"), "it burnt")
+        told = len(wire.got)
+        assert [*parts] == []
+        assert len(wire.got) == told

@@ -22,8 +22,10 @@ from dpkit.wire.address import AddressFailed
 from dpkit.wire.zsocket import BURST, PeerGone, ZSocket, open_context, open_zsocket
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Iterator
     from pathlib import Path
+
+    from trio.testing import MockClock
 
     from dpkit.wire.zsocket import Context
 
@@ -634,3 +636,65 @@ async def test_many_sockets_leave_no_descriptors(context: Context, tmp_path: Pat
         for address in (LOOPBACK, f"ipc://{tmp_path}/{number}"):
             async with pair(context, zmq.ROUTER, zmq.DEALER, address=address, watch=True):
                 pass  # the fixture of all tests compares descriptors before and afterwards
+
+
+async def test_a_message_with_much_in_it_is_taken_in_parts_and_others_get_turns(
+    context: Context, autojump_clock: MockClock
+) -> None:
+    """A part takes a millisecond of the virtual clock; the sockets are real."""
+    async with (
+        open_zsocket(context, zmq.PULL, bind="tcp://127.0.0.1:*") as pull,
+        open_zsocket(context, zmq.PUSH, connect=pull.endpoint) as push,
+        trio.open_nursery() as nursery,
+    ):
+        done, turns = list[bytes](), list[int]()
+
+        def part_by_part(frames: list[bytes]) -> Iterator[None]:
+            for _ in range(50):
+                autojump_clock.jump(0.001)
+                done.append(frames[0])
+                yield
+
+        async def look() -> None:
+            while True:
+                turns.append(len(done))
+                await trio.lowlevel.checkpoint()
+
+        for name in (b"one", b"two"):
+            push.send_nowait([name])
+        nursery.start_soon(pull.pump, part_by_part)
+        nursery.start_soon(look)
+        while len(done) < 100:
+            await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    assert done == [b"one"] * 50 + [b"two"] * 50
+    assert max(b - a for a, b in pairwise(turns)) <= 6  # tasks of a batch are shuffled
+
+
+async def test_messages_that_take_long_let_others_have_turns(
+    context: Context, autojump_clock: MockClock
+) -> None:
+    async with (
+        open_zsocket(context, zmq.PULL, bind="tcp://127.0.0.1:*") as pull,
+        open_zsocket(context, zmq.PUSH, connect=pull.endpoint) as push,
+        trio.open_nursery() as nursery,
+    ):
+        done, turns = list[bytes](), list[int]()
+
+        def slow(frames: list[bytes]) -> None:
+            autojump_clock.jump(0.001)
+            done.extend(frames)
+
+        async def look() -> None:
+            while True:
+                turns.append(len(done))
+                await trio.lowlevel.checkpoint()
+
+        for _ in range(60):
+            push.send_nowait([b"one"])
+        nursery.start_soon(pull.pump, slow)
+        nursery.start_soon(look)
+        while len(done) < 60:
+            await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    assert max(b - a for a, b in pairwise(turns)) <= 6  # tasks of a batch are shuffled
