@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import define
 
+from dpkit.abc import Policy
 from dpkit.balancer.policies import policy_name
 from dpkit.errors import DpkitError, NoEngineReady, RequestRejected
 
 if TYPE_CHECKING:
-    from dpkit.abc import EngineLoad, Policy
+    from dpkit.abc import EngineLoad
     from dpkit.balancer.ledger import Charge, Ledger
     from dpkit.balancer.view import LoadView
-    from dpkit.messages import EngineId, GenerateRequest, Snapshot
+    from dpkit.messages import EngineId, GenerateRequest, Snapshot, StepReport
 
     Known = tuple[str, float | None, int, int, int, float]
 
@@ -90,8 +91,13 @@ class EarlyDispatch:
     def __init__(self, ledger: Ledger, view: LoadView, policy: Policy) -> None:
         self._ledger = ledger
         self._view = view
+        self._take_policy(policy)
+
+    def _take_policy(self, policy: Policy) -> None:
         self._policy = policy
         self._rule = policy_name(policy)
+        # Reports come with every step: a policy that makes nothing of them has nothing to renew.
+        self._hears_reports = type(policy).on_report is not Policy.on_report
 
     def __repr__(self) -> str:
         return f"<EarlyDispatch by {self._rule}: {self._ledger!r}>"
@@ -177,8 +183,7 @@ class EarlyDispatch:
 
     def use(self, policy: Policy) -> None:
         """Ask another policy from now on; what is placed stays where it is."""
-        self._policy = policy
-        self._rule = policy_name(policy)
+        self._take_policy(policy)
         self._view.changes.update(range(len(self._view.engines)))  # all of it is news to this one
         self._tell("on_engines")
 
@@ -186,6 +191,17 @@ class EarlyDispatch:
         """Take the coordinator's newest word."""
         if self._view.apply(snapshot):
             self._tell("on_snapshot")
+
+    def on_report(self, engine: EngineId, report: StepReport) -> None:
+        """Take a life's own newest word; of one that is not in the view it means nothing."""
+        view = self._view
+        index = view.index_of(engine.name)
+        if index is None or (load := view.load(index)).engine != engine:
+            return
+        load.hear_report(report)
+        if self._hears_reports:
+            view.changes.add(index)
+            self._tell("on_report", index)
 
     def _tell(self, hook: str, *news: object) -> None:
         """Call a hook of the policy that only informs it.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dpkit.balancer.admission import AdmissionStatistics
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
     from dpkit.errors import DpkitError
-    from dpkit.messages import EngineId, EngineOutput, Snapshot
+    from dpkit.messages import EngineId, EngineOutput
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flight import Limits, Receiver, RequestStatistics
     from dpkit.nursery.membership import Membership
@@ -50,6 +50,7 @@ class Flights:
         """Requests on engines, now."""
         self.started = self.retried = self.resumed = self.late_outputs = self.sinks_failed = 0
         self.retries = RetryBudget()
+        self.on_snapshot, self.on_report = dispatch.on_snapshot, dispatch.on_report
         self._dispatch = dispatch
         self._limits = limits
         self._membership = membership
@@ -122,10 +123,6 @@ class Flights:
     def withdraw(self, engine: EngineId) -> None:
         """Let the policy pick an engine no more; what it holds is not touched."""
         self._dispatch.remove(engine)
-
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        """Take the coordinator's newest snapshot."""
-        self._dispatch.on_snapshot(snapshot)
 
     # A request's life.
 

@@ -303,7 +303,7 @@ class EngineSlot:
         life = self.life
 
         def make_link(flights: Flights) -> EngineLink:
-            return life.link(flights.deliver)
+            return life.link(flights.deliver, flights.on_report)
 
         self._membership.join(life.engine, self.rank, make_link)
 
