@@ -263,10 +263,14 @@ class Scheduler:
                 outputs.append(self._append(request, token_id, result.logprobs.get(index)))
         self.context_tokens += computed
         self.generated_tokens += len(outputs)
+        if self._prefilling:
+            self._end_prefills(step)
+        return outputs
+
+    def _end_prefills(self, step: dict[Request, BatchRow]) -> None:
         for request in tuple(self._prefilling.values()):
             if step[request].output_index is not None:
                 del self._prefilling[request.ask.request_id]
-        return outputs
 
     def _advance(self, request: Request, count: int) -> None:
         size = self.limits.block_size
@@ -312,6 +316,8 @@ class Scheduler:
     @property
     def unprefilled_tokens(self) -> int:
         """Tokens to compute before every request is decoding; cached prefixes count in full."""
+        if not self._prefilling:  # most often, and asked after every step
+            return self._waiting_tokens
         left = (len(r.token_ids) - r.num_computed for r in self._prefilling.values())
         return self._waiting_tokens + sum(left)
 

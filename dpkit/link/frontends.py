@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dpkit.errors import DpkitError
 from dpkit.link.control import Control
 from dpkit.link.port import Port
-from dpkit.messages import EngineStats
+from dpkit.messages import EngineStats, StepWork
 from dpkit.nursery.inbox import duplicate
 from dpkit.wire.codec import MAX_MESSAGE_BYTES, Abort, Add, decode_input, encode_envelope
 from dpkit.wire.convert import from_wire
@@ -60,6 +60,7 @@ class Frontends:
         """How the coordinator is told of counts and waves; None while there is none."""
         self._leaving: dict[str, Port] = {}  # aborted, and the engine has still to hear of it
         self._counts_changed = False
+        self._told_step: StepWork | None = None
         self._is_stopping = False
         self._loop: BusyLoop
         self._control: Control
@@ -162,13 +163,17 @@ class Frontends:
         """Send what the drain or the step that is over has brought, and acknowledge its aborts.
 
         Changed counts go to every frontend, not only, as vLLM's do, to the first: each of them
-        chooses engines by what it has heard itself.
+        chooses engines by what it has heard itself. So does what is left of a long prompt.
         """
         for request_id in aborted:
             port = self._leaving.pop(request_id, None)
             if port is not None and request_id not in port:  # else it has come anew by the same id
                 port.acknowledge(request_id)
-        self._send(even_numbers=self._counts_changed)
+        last = self._loop.last_step
+        # A long prompt takes steps that bring no output and change no count, but leave less to do.
+        has_prefilled = last is not self._told_step and last.prefill_tokens > 0
+        self._told_step = last
+        self._send(even_numbers=self._counts_changed or has_prefilled)
         self._control.go_on()
 
     def _send(self, *, even_numbers: bool) -> None:

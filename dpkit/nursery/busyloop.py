@@ -76,6 +76,8 @@ class BusyLoop:
         self.ended = trio.Event()
         self.step_started_at: float | None = None
         """When the step under way, or the allocation before the first, began; for a watchdog."""
+        self.last_step = StepWork()
+        """What the last step computed."""
         self.cause: Exception | None = None
         """Why this life is over, once it is lost."""
         self._index = index
@@ -90,7 +92,6 @@ class BusyLoop:
         self._steps = 0
         self._has_drained = False
         self._step_time_s = 0.0
-        self._last_step = StepWork()
         self._was_halved = False  # the last step, and the next one is the second try
         self._models_error: Exception | None = None
 
@@ -155,7 +156,7 @@ class BusyLoop:
                 if (result := await self._execute(runner, batch)) is None:
                     continue
                 self._steps += 1
-                self._last_step = self.core.work
+                self.last_step = self.core.work
                 self._send(self.core.apply(batch, result))
                 self._publish_if_changed()
                 self._flush(())
@@ -342,7 +343,7 @@ class BusyLoop:
     def report(self, sender: Sender = NOBODY) -> StepReport:
         """How much work this engine's requests are, and how long its last step took."""
         return self.core.report(
-            self._step_time_s, self._last_step, sent=sender.sent, acknowledged=sender.acknowledged
+            self._step_time_s, self.last_step, sent=sender.sent, acknowledged=sender.acknowledged
         )
 
     def _report(self) -> None:

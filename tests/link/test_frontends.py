@@ -14,7 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 from dpkit.errors import WireError
 from dpkit.wire.codec import Abort, Add, Utility, encode_input
 from dpkit.wire.reports import report_from_wire
-from dpkit.wire.structs import FinishCode, UtilityAnswer, UtilityCall
+from dpkit.wire.structs import FinishCode, SchedulerStats, UtilityAnswer, UtilityCall
 from tests.link.lab import RANK, STEP_S, Timed, ask, open_desk
 
 if TYPE_CHECKING:
@@ -384,3 +384,19 @@ async def test_each_frontend_is_told_how_many_of_its_requests_are_reckoned_with(
         desk.say(0, ask("d", max_tokens=1))
         await steps(3)
         assert counts(0)[-1] == (1, 1), "whoever comes anew counts anew"
+
+
+async def test_a_long_prompt_is_told_of_as_it_is_computed(autojump_clock) -> None:
+    async with open_desk() as desk:
+        desk.say(0, ask("a", prompt=range(150), max_tokens=3))  # 64 tokens a step
+        await steps(5)
+        for index in (0, 1):
+            told = [
+                report_from_wire(e.scheduler_stats or SchedulerStats())
+                for e in desk.envelopes(index)
+            ]
+            left = [each.unprefilled_tokens for each in told if each is not None]
+            assert left[:4] == [150, 86, 22, 0]
+            assert len(left) == (6 if index == 0 else 5), (
+                "the end, and for whoever has it each token"
+            )
