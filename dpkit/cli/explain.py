@@ -139,9 +139,14 @@ def _sizes(group: GroupFacts) -> Iterator[str]:
     seqs, tokens = group.max_num_seqs, group.max_num_batched_tokens
     yield (
         f"  One step: at most {_or_own(seqs, 'running request')} and {_or_own(tokens, 'token')}."
+        f"{_share(group.long_prefill_share)}"
     )
     if group.max_model_len:
         yield f"  One request: at most {group.max_model_len:,} tokens, prompt and answer together."
+
+
+def _share(share: float) -> str:
+    return f" Long prompts leave others {1 - share:.0%} of it." if share < 1 else ""
 
 
 def _where(group: GroupFacts) -> str:

@@ -13,8 +13,12 @@ Four rules carry all the promises:
   them from then on. So only decodes ever need a block more, at most one each.
 * The newest running request always holds a block that nobody shares (no prefix hit covers a whole
   request), so each missing block costs one preemption, and the oldest always advances.
-* Only an exhausted budget cuts a prompt short, and then nothing more is admitted. So at most one
-  prefill is unfinished, the newest request's, and whatever runs is in every batch: decodes first.
+* Whatever runs is in every batch, decodes first: each was given at least a token of the step that
+  admitted it, so no more run than a step has tokens.
+
+A prompt is cut short by an exhausted budget, after which nothing more is admitted, or as a long one
+by `long_prefill_share`: then prompts behind it use the rest of the step, and pass it. What nobody
+uses is the long ones' again, so the share costs nothing while they are alone.
 """
 
 from __future__ import annotations
@@ -55,14 +59,36 @@ class _Plan:
     """The step being put together. A preempted request is never in it: see `_grow`."""
 
     budget: int
+    long_from: int  # tokens: a prompt that has more left is long
+    long_budget: int = field(init=False)  # what long ones may still take while others want some
     decodes: dict[Request, BatchRow] = field(factory=dict)
     prefills: dict[Request, BatchRow] = field(factory=dict)
+    shares: dict[Request, int] = field(factory=dict)  # of prefills, in tokens
     preempted: bool = False
 
-    def take(self, request: Request) -> None:
-        row = request.row(self.budget)
-        self.budget -= len(row.token_ids)
-        (self.decodes if row.is_decode else self.prefills)[request] = row
+    def __attrs_post_init__(self) -> None:
+        self.long_budget = self.long_from
+
+    def decode(self, request: Request) -> None:
+        self.decodes[request] = request.row(1)
+        self.budget -= 1
+
+    def share(self, request: Request, reserved: int = 0) -> None:
+        """Give a prompt what it can get if so many tokens are kept for others."""
+        left = len(request.token_ids) - request.num_computed
+        tokens = min(left, self.budget - reserved)
+        if left > self.long_from:
+            tokens = min(tokens, max(1, self.long_budget))
+            self.long_budget -= tokens
+        self.shares[request] = tokens
+        self.budget -= tokens
+
+    def finish(self) -> None:
+        """Give out what nobody has taken, oldest first, and write the rows."""
+        for request, tokens in self.shares.items():
+            row = request.row(tokens + self.budget)
+            self.budget -= len(row.token_ids) - tokens
+            (self.decodes if row.is_decode else self.prefills)[request] = row
 
 
 class Scheduler:
@@ -126,9 +152,11 @@ class Scheduler:
         """Choose what the next step computes; None exactly when nothing runs or waits."""
         if self._batch is not None:
             raise InternalError("schedule() was called while a step is in flight; apply it first")
-        plan = _Plan(self.budget)
+        long_from = max(1, int(self.budget * self.limits.long_prefill_share))
+        plan = _Plan(self.budget, long_from)
         self._plan_running(plan)
         self._plan_admissions(plan)
+        plan.finish()
         self._step = plan.decodes | plan.prefills
         self.counters.peak_kv_usage = max(self.counters.peak_kv_usage, self.pool.usage)
         self._batch = Batch(rows=tuple(self._step.values())) if self._step else None
@@ -156,8 +184,8 @@ class Scheduler:
     def shrink(self) -> bool:
         """Take back the step in flight and halve the budget; False: it has one token only.
 
-        Whoever would not fit any more, and every unfinished prefill, goes back to the head of
-        `waiting`: then the rules hold for the smaller budget as they did for the larger.
+        Whoever would not fit any more, and the newest prefills, go back to the head of `waiting`:
+        then the rules hold for the smaller budget as they did for the larger.
         """
         if self._batch is None:
             raise InternalError("shrink() was called while no step is in flight")
@@ -177,10 +205,16 @@ class Scheduler:
         return True
 
     def _plan_running(self, plan: _Plan) -> None:
-        for request in tuple(self.running.values()):
-            still_runs = request.state is Unfinished.RUNNING  # not preempted by an older one
-            if still_runs and self._grow(request, plan):
-                plan.take(request)
+        prefilling = self._prefilling
+        for request_id, request in tuple(self.running.items()):
+            if request_id in prefilling or request.state is not Unfinished.RUNNING:
+                continue  # its turn is below, or an older one has preempted it
+            if self._grow(request, plan):
+                plan.decode(request)
+        behind = len(prefilling)
+        for request in prefilling.values():  # they hold all the blocks that they need
+            behind -= 1
+            plan.share(request, reserved=behind)
 
     def _plan_admissions(self, plan: _Plan) -> None:
         # Whoever was preempted in this step is at the head and would only be preempted again.
@@ -196,13 +230,13 @@ class Scheduler:
             self._prefilling[request.ask.request_id] = request
             self.context_tokens += request.num_computed
             request.move_to(Unfinished.RUNNING)
-            plan.take(request)
+            plan.share(request)
 
     def _grow(self, request: Request, plan: _Plan) -> bool:
         """Hold a block for one more token, at the cost of newer requests or of this one itself.
 
-        Whoever runs is planned from the oldest to the newest, before any admission, so a victim is
-        not in the plan yet and has no share of the budget to give back.
+        Decodes are planned from the oldest to the newest, before all else, so a victim is not in
+        the plan yet and has no share of the budget to give back.
         """
         if len(request.token_ids) <= len(request.block_ids) * self.limits.block_size:
             return True

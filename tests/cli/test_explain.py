@@ -354,3 +354,9 @@ def test_a_model_that_only_dpkit_has_is_served_by_dpkit(explain: Explain, file: 
     ranks = "for RANK in 2 3 4; do dpkit engine --config"
     where = '--rank "$RANK" --handshake tcp://10.0.0.1:29550 --redial 10s & done; wait'
     assert f"    {ranks} {file} {where}\n" in explain(file)
+
+
+def test_what_long_prompts_leave_others_is_told(explain: Explain, file: Path) -> None:
+    assert "Long prompts" not in explain(file)
+    file.write_text('[[engines]]\nmodel = "echo"\nscheduler.long_prefill_share = 0.7\n')
+    assert "tokens. Long prompts leave others 30% of it." in explain(file)

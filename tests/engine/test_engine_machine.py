@@ -100,6 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         num_blocks=st.integers(1, 12),
         prefix_cache=st.booleans(),
+        long_prefill_share=st.sampled_from([1.0, 1.0, 0.75, 0.5, 0.1]),
         max_model_len=st.one_of(st.none(), st.integers(2, 20)),
     )
     def start(self, **limits: Any) -> None:
