@@ -59,8 +59,10 @@ def make_absolute(tables: dict[str, Any], folder: Path) -> None:
         if isinstance(model, str) and is_path(model) and not model.startswith("cost:"):
             group["model"] = _absolute(model, folder)
     log = tables.get("log")
-    if isinstance(log, dict) and isinstance(log.get("events"), str):
-        log["events"] = _absolute(log["events"], folder)
+    if isinstance(log, dict):
+        for key in ("events", "steps"):
+            if isinstance(path := log.get(key), str):
+                log[key] = _absolute(path, folder)
     server = tables.get("server")
     if isinstance(server, dict):
         for key in ("listen", "admin_listen"):

@@ -245,6 +245,11 @@ class LogConfig:
         validator=optional(writable_path),
         metadata=why("Not written. A file that grows by one JSON object for each event."),
     )
+    steps: str | None = field(
+        default=None,
+        validator=optional(writable_path),
+        metadata=why("Not written. A table that grows by a row for each step: what dpkit fit reads."),
+    )
 
 
 def _tuple(groups: Iterable[EngineGroupConfig]) -> tuple[EngineGroupConfig, ...]:

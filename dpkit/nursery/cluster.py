@@ -7,7 +7,7 @@ Wires and answers; decides nothing. The tree::
     │   ├─ coordinator
     │   ├─ engine NAME-0, NAME-1, …   a supervisor: one life after the other
     │   ├─ timers: deadlines, ejections
-    │   └─ event writer, when log.events names a file
+    │   └─ event log writer, step log writer: when log.events, log.steps name files
     └─ body: your code; a request spawns nothing
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
@@ -40,9 +39,9 @@ from dpkit.nursery.context import protected_context
 from dpkit.nursery.coordinator import Coordinator
 from dpkit.nursery.dump import dump
 from dpkit.nursery.events import EventKind, EventLog
-from dpkit.nursery.eventwriter import EventWriter
 from dpkit.nursery.fanin import StatsFanIn
 from dpkit.nursery.launchers import Launchers
+from dpkit.nursery.logfiles import LogFiles
 from dpkit.nursery.membership import Membership
 from dpkit.nursery.reload import make_plan, prepare
 from dpkit.nursery.roster import Roster, refuse_no_time
@@ -51,6 +50,7 @@ from dpkit.nursery.slot import EngineStanding
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
     from dpkit.abc import Policy
     from dpkit.balancer.coordinator import CoordinatorStatistics
@@ -88,7 +88,7 @@ class Cluster:
         self.config = config
         self.events = EventLog()
         """What happened: engines that come and go, requests that end."""
-        self._writer: EventWriter | None = None
+        self._logs = LogFiles()
         self._started = False
         self._services: Services | None = None
         self._changing = trio.Lock()  # scale and apply: one after the other
@@ -134,7 +134,7 @@ class Cluster:
             coordinator_restarts=self._coordinator.restarts,
             fanin=self._fanin.statistics(),
             health=self._membership.statistics(),
-            events_lost=self.events.dropped + (self._writer.lost if self._writer else 0),
+            events_lost=self.events.dropped + self._logs.events_lost,
         )
 
     @property
@@ -288,10 +288,8 @@ class Cluster:
     def start(self, services: Services) -> None:
         """Start the coordinator, the timers and all engines."""
         self._services = services
-        if (path := self.config.log.events) is not None:
-            self._writer = EventWriter(self.events, Path(path))
-            services.stop_with(self._writer.flush)  # first in, last out: engines end before logs
-            services.start_soon(self._writer.run, name="event writer")
+        logs = self.config.log
+        self._logs.start(logs, services, events=self.events, membership=self._membership)
         services.stop_with(self._stop)
         services.start_soon(self._coordinator.run, name="coordinator")
         services.start_soon(self._membership.keep_time, name="ejection timer")

@@ -8,7 +8,7 @@ and keeps each client's view to just the pickable ones. Decides nothing itself: 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
@@ -20,8 +20,21 @@ if TYPE_CHECKING:
     from dpkit.balancer.health import Ejection, Health, HealthStatistics
     from dpkit.messages import EngineId
     from dpkit.nursery.flights import Flights
+    from dpkit.nursery.inbox import Deliver, OnReport
 
-    MakeLink = Callable[[Flights], EngineLink]
+    MakeLink = Callable[["Listener"], EngineLink]
+
+
+class Listener(Protocol):
+    """What a link to an engine tells: a client, or somebody who only listens."""
+
+    @property
+    def deliver(self) -> Deliver:
+        """Takes outputs."""
+
+    @property
+    def on_report(self) -> OnReport:
+        """Takes reports."""
 
 
 class Membership:
@@ -35,6 +48,7 @@ class Membership:
         self._health = health
         self._rules: CoordinatorRules | None = None
         self._clients: list[Flights] = []
+        self._listeners: list[Listener] = []
         self._ranks: dict[EngineId, int] = {}
         self._offered: set[EngineId] = set()
         self._timer = trio.lowlevel.ParkingLot()
@@ -69,6 +83,10 @@ class Membership:
         """Keep a client's view from now on; before the first engine joins."""
         self._clients.append(flights)
 
+    def add_listener(self, listener: Listener) -> None:
+        """Have what engines report heard by one more; before the first engine joins."""
+        self._listeners.append(listener)
+
     def expect(self, name: str) -> None:
         """An engine belongs to the cluster and will come: requests may be pinned to it already."""
         for flights in self._clients:
@@ -89,6 +107,8 @@ class Membership:
         if self._rules is not None:
             self._rules.on_engine_started(now, engine, rank)
         self._health.on_ready(engine, now)
+        for listener in self._listeners:
+            make_link(listener)
         self._refresh()
 
     def leave(self, engine: EngineId, *, lost: bool) -> None:

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from dpkit.engine.core import EngineCoreStatistics
     from dpkit.messages import StepReport
     from dpkit.nursery.events import EventLog
-    from dpkit.nursery.flights import Flights
     from dpkit.nursery.gathering import Gathering
     from dpkit.nursery.life import Life, MakeLife
-    from dpkit.nursery.membership import Membership
+    from dpkit.nursery.membership import Listener, Membership
 
 SECOND_LOOK_S = 1.0
 """So much later than `step_timeout` a step counts as hung, or as late again if that is less."""
@@ -302,8 +301,8 @@ class EngineSlot:
     def _join(self) -> None:
         life = self.life
 
-        def make_link(flights: Flights) -> EngineLink:
-            return life.link(flights.deliver, flights.on_report)
+        def make_link(listener: Listener) -> EngineLink:
+            return life.link(listener.deliver, listener.on_report)
 
         self._membership.join(life.engine, self.rank, make_link)
 
