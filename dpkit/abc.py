@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from dpkit.messages import ModelSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from dpkit.messages import Batch, EngineId, GenerateRequest, StepReport, StepResult
@@ -211,7 +211,7 @@ class Policy(abc.ABC):
 
 
 class EngineLink(Protocol):
-    """One engine as its client sees it. Both calls are synchronous and never block."""
+    """One engine as its client sees it. All calls are synchronous and never block."""
 
     engine: EngineId
 
@@ -220,6 +220,16 @@ class EngineLink(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to drop a request; unknown ids are ignored."""
+
+    def take_back(
+        self, request_ids: Sequence[str], on_taken: Callable[[EngineId, Sequence[str]], object]
+    ) -> None:
+        """Ask for requests that the engine does not run: not begun, or preempted.
+
+        `on_taken` is called once, perhaps before this returns, with those that it has given up:
+        all their outputs have come by then, and no more will. The others stay where they are. If
+        the engine is lost before it has answered, requests hear of that, and `on_taken` nothing.
+        """
 
 
 class Worker(Protocol):

@@ -248,7 +248,9 @@ class LogConfig:
     steps: str | None = field(
         default=None,
         validator=optional(writable_path),
-        metadata=why("Not written. A table that grows by a row for each step: what dpkit fit reads."),
+        metadata=why(
+            "Not written. A table that grows by a row for each step: what dpkit fit reads."
+        ),
     )
 
 

@@ -106,6 +106,15 @@ class EngineCore:
             self._refusals.pop(request_id, None)
             self._scheduler.abort(request_id)
 
+    def take_back(self, request_ids: Iterable[str]) -> list[str]:
+        """Drop those of these requests that wait, and return them: somebody else will have them.
+
+        A request that runs is left alone, also while its first step is in flight.
+        """
+        taken = [each for each in request_ids if each in self._scheduler.waiting]
+        self.abort(taken)
+        return taken
+
     def end(self) -> None:
         """Drop all requests, since this life is over: a step in flight will not be applied."""
         self._refusals.clear()

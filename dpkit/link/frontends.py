@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dpkit.errors import DpkitError
-from dpkit.link.control import Control
+from dpkit.link.control import TAKE_BACK, Control
 from dpkit.link.port import Port
 from dpkit.messages import EngineStats, StepWork
 from dpkit.nursery.inbox import duplicate
@@ -150,8 +150,19 @@ class Frontends:
 
         if self._is_stopping:
             answer(failure=_SHUTTING_DOWN)
+        elif call.method == TAKE_BACK:
+            answer(self._take_back(port, call.args))
         else:
             self._control.call(call.method, call.args, answer)
+
+    def _take_back(self, port: Port, args: Sequence[Any]) -> list[str]:
+        """Give requests up for whoever asked for them; whatever else is asked means none."""
+        asked = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else ()
+        theirs = [each for each in asked if isinstance(each, str) and each in port]
+        taken = self._inbox.take_back(theirs, port.deliver)
+        for request_id in taken:
+            port.release(request_id)
+        return taken
 
     # -- What goes out: the busy loop's hooks ------------------------------------------------------
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from dpkit.nursery.inbox import Sender
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from dpkit.messages import EngineId, GenerateRequest
     from dpkit.nursery.inbox import Deliver, Inbox, OnReport
 
@@ -41,3 +43,9 @@ class LocalLink:
     def abort(self, request_id: str) -> None:
         """Ask the engine to drop a request; unknown ids are ignored."""
         self._inbox.abort(request_id, self._deliver)
+
+    def take_back(
+        self, request_ids: Sequence[str], on_taken: Callable[[EngineId, Sequence[str]], object]
+    ) -> None:
+        """Ask for requests that the engine does not run; answered at once."""
+        on_taken(self.engine, self._inbox.take_back(request_ids, self._deliver))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 from attrs import define
@@ -30,15 +30,14 @@ from dpkit.wire.codec import (
     rank_identity,
 )
 from dpkit.wire.convert import output_from_wire, to_wire
-from dpkit.wire.reports import report_from_wire
 from dpkit.wire.structs import SchedulerStats, UtilityCall
 from dpkit.wire.zsocket import PeerGone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from dpkit.link.wirelink import ZmqLink
     from dpkit.messages import EngineId, GenerateRequest
-    from dpkit.nursery.inbox import Deliver, OnReport
     from dpkit.wire.structs import (
         EngineReport,
         Envelope,
@@ -48,8 +47,12 @@ if TYPE_CHECKING:
     )
     from dpkit.wire.zsocket import ZSocket
 
-PROGRESS = "dpkit_progress"
-"""The call that a dpkit engine answers at once, in the middle of a step too."""
+    OnTaken = Callable[[EngineId, Sequence[str]], object]
+
+PROGRESS, TAKE_BACK = "dpkit_progress", "dpkit_take_back"
+"""The calls that a dpkit engine answers at once, in the middle of a step too."""
+
+_FIRST_TAKE = 2**32  # the id of a call; those of `progress` are below
 
 
 ENDING = "is shutting down, by no order from here"
@@ -115,6 +118,8 @@ class WireConnection:
         # it does not tell, as vLLM's do not.
         self._unreckoned: deque[tuple[ZmqLink, int]] | None = deque()
         self._reckoned = 0
+        self._takes: dict[int, OnTaken] = {}
+        self._take_ids = count(_FIRST_TAKE)
         self._on_stats = on_stats
         self._on_gone = on_gone
         self._held: dict[str, Held] = {}
@@ -187,6 +192,14 @@ class WireConnection:
         except EngineLost:  # gone, and the request with it; whoever watches the process says so
             self._settle(wire_id)
 
+    def take_back(self, wire_ids: Sequence[str], on_taken: OnTaken) -> None:
+        """Ask for requests that the engine does not run; its answer is handed on when it comes."""
+        call_id = next(self._take_ids)
+        call = UtilityCall(client_index=0, call_id=call_id, method=TAKE_BACK, args=(wire_ids,))
+        with suppress(EngineLost):  # gone, and whoever watches the process says so
+            self._send(encode_input(Utility(call)), TAKE_BACK)
+            self._takes[call_id] = on_taken
+
     def ask_progress(self) -> None:
         """Ask the engine how far it is, unless it still owes an answer."""
         if (call_id := self.progress.ask()) is not None:
@@ -222,7 +235,26 @@ class WireConnection:
             self._take_batch(message)
 
     def _take_answer(self, answer: UtilityAnswer) -> None:
-        self.progress.answered(answer)
+        if (on_taken := self._takes.pop(answer.call_id, None)) is None:
+            self.progress.answered(answer)
+            return
+        match answer.result:
+            case [_, [*wire_ids]] if answer.failure_message is None:
+                self._take_given(wire_ids, on_taken)
+            case _:  # it is about to end, and keeps what it has until then
+                self._take_given((), on_taken)
+
+    def _take_given(self, wire_ids: Sequence[Any], on_taken: OnTaken) -> None:
+        """The engine has given requests up, and says nothing more of them."""
+        taken = []
+        for wire_id in wire_ids:
+            if (held := self._held.pop(wire_id, None)) is not None:
+                held.link.forget(held.request_id)
+                taken.append(held.request_id)
+            else:
+                self._aborting.discard(wire_id)  # left meanwhile: the abort is not acknowledged
+        on_taken(self.engine, taken)
+        self._note_idle()
 
     def _take_batch(self, envelope: Envelope) -> None:
         if envelope.wave_complete is not None or envelope.start_wave is not None:
@@ -314,6 +346,7 @@ class WireConnection:
         held = list(self._held.values())
         self._held.clear()
         self._aborting.clear()
+        self._takes.clear()
         for each in held:
             error = EngineLost(
                 f"engine {self.engine} was lost while it held request {each.request_id}: {said}",
@@ -334,64 +367,3 @@ class WireConnection:
         elif stats.kv_cache_usage:
             share = f"{stats.kv_cache_usage:.1%}"
             yield f"{self.engine} says that {share} of its blocks are held, and has no requests"
-
-
-class ZmqLink:
-    """Implements `dpkit.abc.EngineLink`; owns nothing.
-
-    Args:
-        connection: To the incarnation at the other end.
-        deliver: Where the outputs go: a client's `deliver`.
-        on_report: Where the engine's reports go; None: nowhere.
-    """
-
-    def __init__(
-        self, connection: WireConnection, deliver: Deliver, on_report: OnReport | None = None
-    ) -> None:
-        self.engine = connection.engine
-        self.deliver = deliver
-        self.sent = 0
-        """Requests handed over, refused ones included."""
-        self.acknowledged = 0
-        """The first so many of them are reckoned with in what the engine said last."""
-        self._on_report = on_report
-        connection.links.append(self)
-        self._connection = connection
-        self._wire_ids: dict[str, str] = {}
-
-    def __repr__(self) -> str:
-        return f"<ZmqLink to {self.engine}>"
-
-    def submit(self, request: GenerateRequest) -> None:
-        """Send a request."""
-        self.sent += 1
-        if (wire_id := self._connection.submit(request, self)) is not None:
-            self._wire_ids[request.request_id] = wire_id
-
-    def abort(self, request_id: str) -> None:
-        """Ask the engine to drop a request; unknown ids are ignored."""
-        if (wire_id := self._wire_ids.pop(request_id, None)) is not None:
-            self._connection.abort(wire_id)
-
-    # The other half of the connection.
-
-    def report(self, stats: SchedulerStats, *, is_settled: bool) -> None:
-        """Take the engine's word on its work; settled: it knows of all that was sent to it."""
-        if self._on_report is None:
-            return
-        acknowledged = self.sent if is_settled else self.acknowledged
-        report = report_from_wire(stats, sent=self.sent, acknowledged=acknowledged)
-        if report is not None:
-            self._on_report(self.engine, report)
-
-    def forget(self, request_id: str) -> None:
-        """A request has its last output, or is about to have it."""
-        self._wire_ids.pop(request_id, None)
-
-    def fail(self, request_id: str, error: Exception) -> None:
-        """End a request with an error."""
-        self.forget(request_id)
-        self.deliver(
-            self.engine,
-            EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error),
-        )

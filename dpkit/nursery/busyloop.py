@@ -71,6 +71,7 @@ class BusyLoop:
         self.engine = engine
         self.core = core
         self.inbox = inbox
+        inbox.give_back = self._give_back
         self.lockstep = lockstep
         self.ready = trio.Event()
         self.ended = trio.Event()
@@ -224,6 +225,15 @@ class BusyLoop:
             self._add(request, deliver)
         self._send(self.core.take_outputs())  # refusals
         return drained.aborts
+
+    def _give_back(self, request_ids: Iterable[str], deliver: Deliver) -> Sequence[str]:
+        """Give up requests that wait: they are in no step, so this may be in the middle of one."""
+        theirs = [each for each in request_ids if self._deliver.get(each) == deliver]
+        taken = self.core.take_back(theirs)
+        for request_id in taken:
+            del self._deliver[request_id]
+        self._publish_if_changed()
+        return taken
 
     def _add(self, request: GenerateRequest, deliver: Deliver) -> None:
         request_id = request.request_id

@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from dpkit.errors import EngineLost, RequestRejected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest, StepReport
 
@@ -50,6 +50,7 @@ class Sender:
     """How many of them had been handed over by the last drain."""
 
 
+_NOTHING: tuple[None, None] = None, None
 NOBODY = Sender()
 """Of a report that is nobody's own."""
 
@@ -63,6 +64,8 @@ class Inbox:
         self._wake = trio.Event()
         self.closed = False
         self.senders: list[Sender] = []
+        self.give_back: Callable[[Iterable[str], Deliver], Iterable[str]] = lambda *_: ()
+        """Takes requests from the engine that it does not run: its busy loop's."""
 
     def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
         """Queue a request; its outputs go to `deliver`, synchronously, on Trio's thread.
@@ -87,13 +90,24 @@ class Inbox:
         A queued request of the same id whose outputs go elsewhere is another client's, and stays.
         True: it is gone already.
         """
-        _, queued_by = self._requests.get(request_id, (None, None))
+        _, queued_by = self._requests.get(request_id, _NOTHING)
         if queued_by == deliver:
             del self._requests[request_id]
             return True
         self._aborts[request_id] = None
         self._wake.set()
         return False
+
+    def take_back(self, request_ids: Iterable[str], deliver: Deliver) -> list[str]:
+        """Drop those of these requests that the engine has not begun, and return them.
+
+        Only those count whose outputs go to `deliver`.
+        """
+        queued = [each for each in request_ids if self._requests.get(each, _NOTHING)[1] == deliver]
+        for request_id in queued:
+            del self._requests[request_id]
+        drained = [each for each in request_ids if each not in queued and each not in self._aborts]
+        return queued + list(self.give_back(drained, deliver))
 
     @property
     def queued(self) -> Collection[str]:

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from dpkit.errors import DpkitError, EngineLost, InternalError, WireError, describe, reason
-from dpkit.link.zmq import WireConnection, ZmqLink
+from dpkit.link.wirelink import ZmqLink
 from dpkit.wire.codec import rank_identity
 from dpkit.wire.reports import statistics_from_wire, stats_from_wire
 from dpkit.wire.structs import EngineReport, SchedulerStats
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dpkit.engine.core import EngineCoreStatistics
     from dpkit.engine.limits import EngineLimits
     from dpkit.engine.publish import PublishGate
+    from dpkit.link.zmq import WireConnection
     from dpkit.messages import EngineId, EngineStats, StepReport
     from dpkit.nursery.inbox import Deliver, OnReport
     from dpkit.wire.zsocket import ZSocket

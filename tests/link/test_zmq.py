@@ -11,7 +11,8 @@ import zmq
 from attrs import define, field
 
 from dpkit.errors import EngineLost, RequestRejected, WireError
-from dpkit.link.zmq import WireConnection, ZmqLink
+from dpkit.link.wirelink import ZmqLink
+from dpkit.link.zmq import WireConnection
 from dpkit.messages import EngineId, EngineOutput, GenerateRequest, SamplingParams, StepReport
 from dpkit.names import FinishReason
 from dpkit.wire.codec import (

@@ -36,7 +36,7 @@ from dpkit.text.bytes import ByteTokenizer
 from tests.nursery.lab import loop_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dpkit.config.schema import Config
     from dpkit.engine.core import EngineCore
@@ -227,6 +227,13 @@ class EagerLink:
 
     def abort(self, request_id: str) -> None:
         self.aborts.append(request_id)
+
+    def take_back(
+        self,
+        request_ids: Sequence[str],  # noqa: ARG002 - none is
+        on_taken: Callable[[EngineId, Sequence[str]], object],
+    ) -> None:
+        on_taken(self.engine, ())
 
 
 @pytest.mark.parametrize("fails", [False, True])
