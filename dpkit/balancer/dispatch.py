@@ -7,16 +7,20 @@ and charge have no checkpoint between them, so concurrent requests see each othe
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from attrs import define
 
 from dpkit.balancer.policies import policy_name
 from dpkit.errors import DpkitError, NoEngineReady, RequestRejected
+from dpkit.names import Binding
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dpkit.abc import EngineLoad, Policy
     from dpkit.balancer.ledger import Charge, Ledger
+    from dpkit.balancer.ttft import Room
     from dpkit.balancer.view import LoadView
     from dpkit.messages import EngineId, GenerateRequest, Snapshot
 
@@ -26,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 PINNED = "pinned"
 """Rule of a request that names its engine."""
+
+ANYWHERE = -1
+"""In place of an engine's index: the policy is asked."""
 
 HELD = "held"
 """Rule of a request whose id is in flight: it goes to the engine that has it."""
@@ -87,6 +94,8 @@ class Placement:
 class EarlyDispatch:
     """One client's arbiter: asks the policy, charges the ledger, tells the policy."""
 
+    binding: ClassVar[Binding] = Binding.EARLY
+
     def __init__(self, ledger: Ledger, view: LoadView, policy: Policy) -> None:
         self._ledger = ledger
         self._view = view
@@ -105,11 +114,15 @@ class EarlyDispatch:
             return bool(self._view.engines)
         return self._view.index_of(engine) is not None or engine not in self._view.names
 
-    def place(self, request: GenerateRequest) -> Placement:
+    def place(self, request: GenerateRequest, chosen: int = ANYWHERE) -> Placement:
         """Choose an engine for a request and charge it there.
 
         An engine that the request names is taken without asking the policy; an id that is in
         flight goes to the engine that has it and shares its charge.
+
+        Args:
+            request: What to place.
+            chosen: Index of the engine that the policy has chosen for it already, just now.
 
         Resource handling:
             The caller owns the placement and must `release` it, however the request ends.
@@ -127,7 +140,7 @@ class EarlyDispatch:
         if request.engine is None:
             if not loads:
                 raise _nobody(request, "no engine")
-            index = policy.pick(request, view)
+            index = policy.pick(request, view) if chosen == ANYWHERE else chosen
             if type(index) is not int or not 0 <= index < len(loads):  # -1 would be the last one
                 raise self._nowhere(request, index)
             rule, score = self._rule, policy.score(request, index, view)
@@ -145,15 +158,31 @@ class EarlyDispatch:
             raise
         return Placement(request, index, engine, charge, known)
 
-    def release(self, placement: Placement) -> bool:
-        """Stop counting a placed request. Idempotent: True the first time, False ever after."""
+    def release(
+        self, placement: Placement, output: Sequence[int] = (), *, finished: bool = False
+    ) -> bool:
+        """Stop counting a placed request. Idempotent: True the first time, False ever after.
+
+        Args:
+            placement: Of the request.
+            output: Its tokens so far.
+            finished: The model ended it.
+        """
         if not placement.charge.release():
             return False
         # A release after its engine left must not reach what the policy counts for others.
         index = self._view.find(placement.charge.account, placement.index)
         if index is not None:
             self._tell("on_release", placement.request, index)
+        if self._hears_ends:
+            end = End(output=output, finished=finished)
+            self._tell("on_end", placement.request, end)
         return True
+
+    def on_answered(self, placement: Placement) -> None:
+        """A placed request has its first token."""
+        if self._hears_ends:
+            self._tell("on_answered", placement.request)
 
     def expect(self, name: str) -> None:
         """An engine will come; see `LoadView.expect`."""
@@ -163,9 +192,9 @@ class EarlyDispatch:
         """An engine will not come back; see `LoadView.forget`."""
         self._view.forget(name)
 
-    def add(self, engine: EngineId, rank: int) -> None:
+    def add(self, engine: EngineId, rank: int, room: Room | None = None) -> None:
         """Let a life of an engine be picked; see `LoadView.add`."""
-        self._view.add(engine, rank)
+        self._view.add(engine, rank, room)
         self._tell("on_engines")
 
     def remove(self, engine: EngineId) -> bool:
@@ -179,8 +208,17 @@ class EarlyDispatch:
         """Ask another policy from now on; what is placed stays where it is."""
         self._policy = policy
         self._rule = policy_name(policy)
-        self._view.changes.update(range(len(self._view.engines)))  # all of it is news to this one
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Go on where another dispatch of these books was: all of it is news to this policy."""
+        self._view.changes.update(range(len(self._view.engines)))
         self._tell("on_engines")
+
+    @property
+    def books(self) -> tuple[Ledger, LoadView]:
+        """What it writes and reads, for the dispatch that is to follow."""
+        return self._ledger, self._view
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Take the coordinator's newest word."""

@@ -52,8 +52,8 @@ from dpkit.nursery.slot import EngineStanding
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from dpkit.abc import Policy
     from dpkit.balancer.coordinator import CoordinatorStatistics
+    from dpkit.balancer.dispatch import EarlyDispatch
     from dpkit.balancer.health import HealthStatistics
     from dpkit.messages import Snapshot
     from dpkit.nursery.build import Models
@@ -241,14 +241,14 @@ class Cluster:
                 return plan
             models = await load_models(config)
             builder = self._make_builder(config, models)
-            policies = self._new_policies(config, builder)
+            dispatches = self._new_dispatches(config, builder)
             try:
                 change = await prepare(self._roster, builder, config, self._launchers.wait_loaded)
             except BaseException:
                 self._launchers.keep(self.config.engines)
                 raise
             try:
-                self._switch(config, builder, policies)
+                self._switch(config, builder, dispatches)
             except BaseException:
                 self._roster.dismiss(change.arriving)
                 raise
@@ -269,19 +269,26 @@ class Cluster:
             on_waves=self._coordinator.note_waves,
         )
 
-    def _new_policies(self, config: Config, builder: Builder) -> list[Policy | None]:
-        """Make the policy of each client; None: it keeps the one it has."""
-        if config.balancer.policy == self.config.balancer.policy:
+    def _new_dispatches(self, config: Config, builder: Builder) -> list[EarlyDispatch | None]:
+        """Make the dispatch of each client; None: it keeps the one it has."""
+        before, after = self.config.balancer, config.balancer
+        if (before.policy, before.bound) == (after.policy, after.bound):
             return [None] * len(self._flights)
-        return [builder.policy(index) for index in range(len(self._flights))]
+        binding = builder.binding(len(self._flights))
+        return [
+            flights.rebound(builder.policy(index), binding)
+            for index, flights in enumerate(self._flights)
+        ]
 
-    def _switch(self, config: Config, builder: Builder, policies: Sequence[Policy | None]) -> None:
+    def _switch(
+        self, config: Config, builder: Builder, dispatches: Sequence[EarlyDispatch | None]
+    ) -> None:
         self.config, self._builder = config, builder
         self._rules.interval = config.coordinator.interval
         self._membership.use(config.balancer)
         self._roster.use(config, builder)
-        for flights, policy in zip(self._flights, policies, strict=True):
-            flights.use(builder.limits(), policy)
+        for flights, dispatch in zip(self._flights, dispatches, strict=True):
+            flights.use(builder.limits(), dispatch)
 
     # The other half of `open_cluster`.
 
