@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from dpkit.messages import Batch, EngineId, GenerateRequest, StepResult
+    from dpkit.messages import Batch, EngineId, GenerateRequest, StepReport, StepResult
 
 
 class TextDecoder(Protocol):
@@ -125,6 +125,10 @@ class EngineLoad(Protocol):
     def others(self) -> int:
         """Requests of other clients: what the newest snapshot counts beyond this client's own."""
 
+    @property
+    def report(self) -> StepReport | None:
+        """The engine's own newest word to this client; None: it has said nothing, or never does."""
+
 
 class LoadView(Protocol):
     """What a policy may look at: engines by index, and what this client knows of each.
@@ -216,6 +220,13 @@ class Policy(abc.ABC):
 
     def on_snapshot(self, view: LoadView) -> None:
         """A new snapshot replaced the old one."""
+
+    def on_report(self, index: int, view: LoadView) -> None:
+        """Engine `index` has told of its work: `view.load(index).report` is new.
+
+        After every step, so it must be cheap. Only a policy that overrides it has `view.changes`
+        tell of reports.
+        """
 
 
 class Pass(Protocol):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from attrs import define
 
+from dpkit.abc import End, Policy
 from dpkit.balancer.policies import policy_name
 from dpkit.errors import DpkitError, NoEngineReady, RequestRejected
 from dpkit.names import Binding
@@ -18,11 +19,11 @@ from dpkit.names import Binding
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dpkit.abc import EngineLoad, Policy
+    from dpkit.abc import EngineLoad
     from dpkit.balancer.ledger import Charge, Ledger
     from dpkit.balancer.ttft import Room
     from dpkit.balancer.view import LoadView
-    from dpkit.messages import EngineId, GenerateRequest, Snapshot
+    from dpkit.messages import EngineId, GenerateRequest, Snapshot, StepReport
 
     Known = tuple[str, float | None, int, int, int, float]
 
@@ -99,8 +100,15 @@ class EarlyDispatch:
     def __init__(self, ledger: Ledger, view: LoadView, policy: Policy) -> None:
         self._ledger = ledger
         self._view = view
+        self._take_policy(policy)
+
+    def _take_policy(self, policy: Policy) -> None:
         self._policy = policy
         self._rule = policy_name(policy)
+        # Reports come with every step: a policy that makes nothing of them has nothing to renew.
+        self._hears_reports = type(policy).on_report is not Policy.on_report
+        self._hears_answers = type(policy).on_answered is not Policy.on_answered
+        self._hears_ends = type(policy).on_end is not Policy.on_end
 
     def __repr__(self) -> str:
         return f"<EarlyDispatch by {self._rule}: {self._ledger!r}>"
@@ -175,13 +183,12 @@ class EarlyDispatch:
         if index is not None:
             self._tell("on_release", placement.request, index)
         if self._hears_ends:
-            end = End(output=output, finished=finished)
-            self._tell("on_end", placement.request, end)
+            self._tell("on_end", placement.request, End(output=output, finished=finished))
         return True
 
     def on_answered(self, placement: Placement) -> None:
         """A placed request has its first token."""
-        if self._hears_ends:
+        if self._hears_answers:
             self._tell("on_answered", placement.request)
 
     def expect(self, name: str) -> None:
@@ -206,8 +213,7 @@ class EarlyDispatch:
 
     def use(self, policy: Policy) -> None:
         """Ask another policy from now on; what is placed stays where it is."""
-        self._policy = policy
-        self._rule = policy_name(policy)
+        self._take_policy(policy)
         self.take_over()
 
     def take_over(self) -> None:
@@ -224,6 +230,17 @@ class EarlyDispatch:
         """Take the coordinator's newest word."""
         if self._view.apply(snapshot):
             self._tell("on_snapshot")
+
+    def on_report(self, engine: EngineId, report: StepReport) -> None:
+        """Take a life's own newest word; of one that is not in the view it means nothing."""
+        view = self._view
+        index = view.index_of(engine.name)
+        if index is None or (load := view.load(index)).engine != engine:
+            return
+        load.hear_report(report)
+        if self._hears_reports:
+            view.changes.add(index)
+            self._tell("on_report", index)
 
     def _tell(self, hook: str, *news: object) -> None:
         """Call a hook of the policy that only informs it.

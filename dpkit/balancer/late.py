@@ -97,10 +97,9 @@ def make_dispatch(
     if binding is Binding.EARLY:
         return EarlyDispatch(ledger, view, policy)
     if not isinstance(policy, HoldingPolicy):
-        raise ConfigError(
-            [
-                f"balancer.binding: policy {policy_name(policy)!r} cannot bind late, as it is no "
-                "dpkit.abc.HoldingPolicy; leave binding out, or choose 'expected_ttft'"
-            ]
+        problem = (
+            f"balancer.binding: policy {policy_name(policy)!r} cannot bind late, as it is no "
+            "dpkit.abc.HoldingPolicy; leave binding out, or choose 'expected_ttft'"
         )
+        raise ConfigError([problem])
     return LateDispatch(ledger, view, policy)

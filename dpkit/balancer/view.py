@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dpkit.balancer.ledger import Ledger
     from dpkit.balancer.ttft import Room
-    from dpkit.messages import EngineId, Snapshot
+    from dpkit.messages import EngineId, Snapshot, StepReport
 
 UNKNOWN = (0, 0, 0.0)
 """An engine that no snapshot speaks of: no load but what this client itself gave it."""
@@ -40,6 +40,11 @@ class Load(Account):
     kv_cache_usage: float = 0.0
     others: int = 0
     room: Room | None = None
+    report: StepReport | None = None
+
+    def hear_report(self, report: StepReport) -> None:
+        """Replace what the engine itself told before."""
+        self.report = report
 
     def hear(
         self, waiting: int, running: int, kv_cache_usage: float, *, alone: bool = False

@@ -240,7 +240,6 @@ class BalancerConfig:
         ),
     )
 
-
     @property
     def bound(self) -> Binding:
         """When requests get their engines."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
     from dpkit.balancer.ttft import Room
     from dpkit.errors import DpkitError
-    from dpkit.messages import EngineId, EngineOutput, Snapshot
+    from dpkit.messages import EngineId, EngineOutput, Snapshot, StepReport
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flight import Limits, Receiver, RequestStatistics
     from dpkit.nursery.membership import Membership
@@ -146,6 +146,13 @@ class Flights:
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Take the coordinator's newest snapshot."""
         self._dispatch.on_snapshot(snapshot)
+
+    @trio.lowlevel.enable_ki_protection
+    def on_report(self, engine: EngineId, report: StepReport) -> None:
+        """Take an engine's own word: it may have room now. Called by links, on Trio's thread."""
+        self._dispatch.on_report(engine, report)
+        if self._line:
+            self.fill()
 
     # A request's life.
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dpkit.nursery.flight import Flight, Limits
 
 SCAN = 32
-"""As many are offered in a pass: those behind wait for the next one. With 8 or 16, and with 128, the
-99th percentile of the time to first token is the same on the traces tried."""
+"""As many are offered in a pass: those behind wait for the next one. With 8, 16 or 128 the 99th
+percentile of the time to first token is the same on the traces tried."""
 
 
 class Line:

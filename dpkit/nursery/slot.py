@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 from attrs import frozen
 
+from dpkit.balancer.ttft import Room
 from dpkit.errors import EngineLost, LaunchFailed, describe
 from dpkit.messages import EngineId
 from dpkit.names import EngineState
@@ -303,9 +304,11 @@ class EngineSlot:
         life = self.life
 
         def make_link(flights: Flights) -> EngineLink:
-            return life.link(flights.deliver)
+            return life.link(flights.deliver, flights.on_report)
 
-        self._membership.join(life.engine, self.rank, make_link)
+        limits = life.limits
+        room = Room(limits.max_num_batched_tokens, limits.max_num_seqs, limits.kv_tokens)
+        self._membership.join(life.engine, self.rank, make_link, room)
 
     def _note_finish(self) -> None:
         if self._retired.is_set() and (self.life.cause or self.life.ended.is_set()):
