@@ -85,7 +85,7 @@ LAYERS = [
         "dpkit.nursery.cluster",
     ],
     ["dpkit.serve"],
-    ["dpkit.cli", "dpkit.testing", "dpkit._trio"],
+    ["dpkit.cli", "dpkit.simulate", "dpkit.testing", "dpkit._trio"],
 ]
 STRANGERS = {"dpkit.config", "dpkit.engine", "dpkit.balancer"}
 SANS_IO = (
