@@ -45,6 +45,7 @@ class Room(NamedTuple):
     tokens_per_step: int  # B
     requests: int  # M
     kv_tokens: int  # cap
+    has_prefix_cache: bool = True
 
 
 @define(eq=False)

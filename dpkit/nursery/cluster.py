@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from dpkit.nursery.services import Services
     from dpkit.nursery.slot import EngineSlot, EngineStatistics
 
+    Dispatches = Sequence[EarlyDispatch | None]
+
 _log = logging.getLogger(__name__)
 
 
@@ -269,20 +271,15 @@ class Cluster:
             on_waves=self._coordinator.note_waves,
         )
 
-    def _new_dispatches(self, config: Config, builder: Builder) -> list[EarlyDispatch | None]:
+    def _new_dispatches(self, config: Config, builder: Builder) -> Dispatches:
         """Make the dispatch of each client; None: it keeps the one it has."""
-        before, after = self.config.balancer, config.balancer
-        if (before.policy, before.bound) == (after.policy, after.bound):
+        old, new = self.config.balancer, config.balancer
+        if old.policy == new.policy and old.bound is new.bound:
             return [None] * len(self._flights)
-        binding = builder.binding(len(self._flights))
-        return [
-            flights.rebound(builder.policy(index), binding)
-            for index, flights in enumerate(self._flights)
-        ]
+        flights, late = enumerate(self._flights), builder.binding(len(self._flights))
+        return [each.rebound(builder.policy(index), late) for index, each in flights]
 
-    def _switch(
-        self, config: Config, builder: Builder, dispatches: Sequence[EarlyDispatch | None]
-    ) -> None:
+    def _switch(self, config: Config, builder: Builder, dispatches: Dispatches) -> None:
         self.config, self._builder = config, builder
         self._rules.interval = config.coordinator.interval
         self._membership.use(config.balancer)

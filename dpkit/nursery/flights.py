@@ -74,20 +74,12 @@ class Flights:
         return len(self._flights) - self.placed
 
     def use(self, limits: Limits, dispatch: EarlyDispatch | None) -> None:
-        """Go on with new limits, and a new dispatch of the same books if there is one.
-
-        Nobody under way notices.
-        """
+        """Go on with new limits, and perhaps another dispatch; nobody under way notices."""
         self._limits = limits
         if dispatch is not None:
             self._dispatch = dispatch
             dispatch.take_over()
         self._line.use(self._dispatch, limits)
-
-    @property
-    def binding(self) -> Binding:
-        """When its requests get an engine."""
-        return self._dispatch.binding
 
     def rebound(self, policy: Policy, binding: Binding) -> EarlyDispatch:
         """A dispatch of the same books, for `use`.
@@ -177,10 +169,7 @@ class Flights:
             self._line.put(flight)
         self._flights[request.request_id] = flight
         self.started += 1
-        if index is None:
-            self.fill()
-        else:
-            self._send(flight, index)
+        self.fill() if index is None else self._send(flight, index)
         self._set_alarm(flight)
 
     @trio.lowlevel.enable_ki_protection

@@ -307,7 +307,12 @@ class EngineSlot:
             return life.link(flights.deliver, flights.on_report)
 
         limits = life.limits
-        room = Room(limits.max_num_batched_tokens, limits.max_num_seqs, limits.kv_tokens)
+        room = Room(
+            tokens_per_step=limits.max_num_batched_tokens,
+            requests=limits.max_num_seqs,
+            kv_tokens=limits.kv_tokens,
+            has_prefix_cache=limits.prefix_cache,
+        )
         self._membership.join(life.engine, self.rank, make_link, room)
 
     def _note_finish(self) -> None:

@@ -141,13 +141,13 @@ class ExpectedTtft(HoldingPolicy):
         prospect = self._last
         if prospect is None or prospect.request is not request:
             prospect = self.prepare(request)
-        engine = view.engines[index]
+        engine, book = view.engines[index], self._book(index, view)
         new, shared = self.sizes(prospect, engine)
-        sent = Sent(engine, prospect.prompt, new, shared, prospect.chain)
-        self._sent[request.request_id] = sent
-        self._book(index, view).add(sent)
-        if sent.chain:
-            self.prefixes.hold(engine, sent.chain)
+        chain = prospect.chain if book.room.has_prefix_cache else ()
+        self._sent[request.request_id] = sent = Sent(engine, prospect.prompt, new, shared, chain)
+        book.add(sent)
+        if chain:
+            self.prefixes.hold(engine, chain)
         self._last = None
 
     def on_answered(self, request: GenerateRequest, view: LoadView) -> None:
