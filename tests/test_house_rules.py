@@ -63,6 +63,7 @@ LAYERS = [
         "dpkit.nursery.prompts",
         "dpkit.nursery.requests",
         "dpkit.nursery.flight",
+        "dpkit.nursery.line",
         "dpkit.nursery.flights",
         "dpkit.nursery.membership",
         "dpkit.nursery.gathering",
@@ -87,7 +88,7 @@ LAYERS = [
         "dpkit.nursery.cluster",
     ],
     ["dpkit.serve"],
-    ["dpkit.cli", "dpkit.testing", "dpkit._trio"],
+    ["dpkit.cli", "dpkit.simulate", "dpkit.testing", "dpkit._trio"],
 ]
 STRANGERS = {"dpkit.config", "dpkit.engine", "dpkit.balancer"}
 SANS_IO = (

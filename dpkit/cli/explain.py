@@ -47,6 +47,10 @@ POLICIES = {
     ),
     PolicyName.ROUND_ROBIN: "each engine in turn gets one, whatever its load.",
     PolicyName.RANDOM: "any engine gets it, each as likely as the others.",
+    PolicyName.EXPECTED_TTFT: (
+        "the engine where its first token is expected soonest, in seconds of work that are learned "
+        "from the engines' steps, gets it; what is cached there counts, and what the answer costs."
+    ),
 }
 
 

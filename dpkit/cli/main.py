@@ -32,6 +32,7 @@ _COMMANDS = {
     "check": "Say all that is wrong with a config; start nothing.",
     "explain": "Say in plain words what a config does; start nothing.",
     "config": "Show what a config comes to.",
+    "simulate": "Replay a trace on a virtual clock, under one policy or several.",
     "schema": "Print the JSON Schema of a config file.",
     "fetch": "Put a model into the cache.",
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 from attrs import frozen
 
+from dpkit.balancer.ttft import Room
 from dpkit.errors import EngineLost, LaunchFailed, describe
 from dpkit.messages import EngineId
 from dpkit.names import EngineState
@@ -304,7 +305,14 @@ class EngineSlot:
         def make_link(listener: Listener) -> EngineLink:
             return life.link(listener.deliver, listener.on_report)
 
-        self._membership.join(life.engine, self.rank, make_link)
+        limits = life.limits
+        room = Room(
+            tokens_per_step=limits.max_num_batched_tokens,
+            requests=limits.max_num_seqs,
+            kv_tokens=limits.kv_tokens,
+            has_prefix_cache=limits.prefix_cache,
+        )
+        self._membership.join(life.engine, self.rank, make_link, room)
 
     def _note_finish(self) -> None:
         if self._retired.is_set() and (self.life.cause or self.life.ended.is_set()):

@@ -1,0 +1,150 @@
+"""How much work one life of an engine has: its last report, and what was sent there since.
+
+Knows sizes, not requests' texts or engines' links. Of an engine that reports, all that it has
+drained is in the report, and what it has not drained yet is added. Of one that does not, all of
+this client's requests are reckoned by what was sent: a prompt counts as unread until its first
+output, an answer as half done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from dpkit.balancer.stepcosts import Pace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dpkit.abc import EngineLoad
+    from dpkit.balancer.ttft import Room, Standing
+    from dpkit.messages import EngineId, StepReport
+
+HALF = 0.5
+"""Of an answer is there, on average, when nobody says how much."""
+
+
+@define(eq=False)
+class Sent:
+    """One request on one engine, with the sizes that were reckoned when it went."""
+
+    engine: EngineId
+    prompt: int  # tokens
+    new: int  # those that were not cached there
+    shared: int = 0  # leading ones that running requests held
+    chain: Sequence[int] = ()  # its blocks, as the prefix index names them
+    is_pending: bool = True  # no report and no output speaks of it yet
+    has_ended: bool = False
+
+
+@define(eq=False)
+class Backlog:
+    """The books of one life of an engine."""
+
+    room: Room
+    pace: Pace = field(factory=Pace)
+    report: StepReport | None = None
+    _order: deque[Sent] = field(factory=deque)  # as handed over, until reckoned with
+    _live: int = 0
+    _prompts: int = 0  # tokens of all live ones
+    _pending: int = 0  # requests; and their tokens:
+    _pending_new: int = 0
+    _pending_prompts: int = 0
+    _pending_room: int = 0
+
+    def add(self, sent: Sent) -> None:
+        """A request goes there now."""
+        self._order.append(sent)
+        self._live += 1
+        self._prompts += sent.prompt
+        self._pending += 1
+        self._pending_new += sent.new
+        self._pending_prompts += sent.prompt
+        self._pending_room += sent.prompt - sent.shared
+
+    def answered(self, sent: Sent) -> None:
+        """Its first output came: its prompt is read."""
+        self._settle(sent)
+        self._forget_settled()
+
+    def remove(self, sent: Sent) -> None:
+        """It is not there any more. Idempotent."""
+        if sent.has_ended:
+            return
+        sent.has_ended = True
+        self._live -= 1
+        self._prompts -= sent.prompt
+        self._settle(sent)
+        self._forget_settled()
+
+    def hear(self, report: StepReport) -> bool:
+        """Take the engine's word; True: it tells of a step that was not told of before."""
+        before, self.report = self.report, report
+        while len(self._order) > report.sent - report.acknowledged:
+            self._settle(self._order.popleft())
+        if report.kv_tokens:
+            self.room = self.room._replace(kv_tokens=report.kv_tokens)
+        return report.steps != (0 if before is None else before.steps)
+
+    def stand(self, standing: Standing, load: EngineLoad, length: float, *, alone: bool) -> None:
+        """Say how the engine stands now.
+
+        Args:
+            standing: Where to; all but its pace is written.
+            load: What the ledger and the snapshot know of it.
+            length: Of an answer, as expected.
+            alone: There is no other client: the ledger knows all requests there are.
+        """
+        standing.room = self.room
+        if self.report is None:
+            self._stand_by_ledger(standing, load, length)
+        else:
+            self._stand_by_report(standing, self.report, load, length, alone=alone)
+
+    def _stand_by_report(
+        self,
+        standing: Standing,
+        report: StepReport,
+        load: EngineLoad,
+        length: float,
+        *,
+        alone: bool,
+    ) -> None:
+        counted = report.requests + self._pending
+        standing.requests = load.inflight if alone else max(load.inflight, counted)
+        unread = report.unprefilled_tokens
+        under_way = report.scheduled_tokens
+        if unread and not under_way:  # between two steps: the next one begins at once
+            decodes = report.requests - report.waiting
+            under_way = min(unread, max(1, self.room.tokens_per_step - decodes))
+        standing.prefill = unread - under_way + self._pending_new
+        standing.context = report.context_tokens + unread + self._pending_prompts
+        standing.growth = max(0.0, counted * length - report.generated_tokens)
+        # Whoever runs holds blocks for all its prompt; those that wait have none yet.
+        unplaced = unread if report.waiting else 0
+        standing.kv_tokens = report.kv_tokens_used + unplaced + self._pending_room
+
+    def _stand_by_ledger(self, standing: Standing, load: EngineLoad, length: float) -> None:
+        standing.requests = load.inflight + load.others
+        standing.prefill = self._pending_new
+        written = HALF * length * (self._live - self._pending)
+        standing.context = self._prompts + written
+        standing.growth = max(0.0, self._live * length - written)
+        used = load.kv_cache_usage * self.room.kv_tokens
+        standing.kv_tokens = max(standing.context, used + self._pending_room)
+
+    def _settle(self, sent: Sent) -> None:
+        if sent.is_pending:
+            sent.is_pending = False
+            self._pending -= 1
+            self._pending_new -= sent.new
+            self._pending_prompts -= sent.prompt
+            self._pending_room -= sent.prompt - sent.shared
+
+    def _forget_settled(self) -> None:
+        """An engine that never reports acknowledges nothing."""
+        if self.report is None:
+            while self._order and not self._order[0].is_pending:
+                self._order.popleft()

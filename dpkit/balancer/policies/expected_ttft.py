@@ -1,0 +1,303 @@
+"""`expected_ttft`: the engine where the first token is expected soonest, in seconds of work.
+
+Counts of requests are the wrong unit: here a prompt weighs what its uncached tokens take, beside
+what an engine has before it, and what its load and its KV cache cost the answer. All of it is
+reckoned from what this client sent and what engines report; step costs and speeds are learned.
+
+Bound early, each request goes where the score is least. Bound late (`dpkit.balancer.late`), it is
+held for that engine until it would begin there with the next step, and all that wait are decided
+anew whenever something changes: a hold binds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import define, evolve, field
+
+from dpkit.abc import HoldingPolicy
+from dpkit.balancer.backlog import Backlog, Sent
+from dpkit.balancer.outputs import OutputLengths
+from dpkit.balancer.policies.lowest import scan_start
+from dpkit.balancer.prefixes import BLOCK, PrefixIndex, extend_chain, make_chain
+from dpkit.balancer.stepcosts import StepCosts
+from dpkit.balancer.ttft import Rate, Room, Standing, Weights, prefill_work
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dpkit.abc import End, LoadView
+    from dpkit.messages import EngineId, GenerateRequest, StepReport
+
+UNKNOWN_ROOM = Room(tokens_per_step=8192, requests=256, kv_tokens=2**40)
+"""An engine that does not say: vLLM's defaults, and a cache that never fills."""
+
+ALIKE = 1.25
+"""Engines whose pace differs by less count as equal: what a formula misses must not look like a
+slower card, or the faster half would get all requests until it is the slower one."""
+
+
+@define(eq=False)
+class Prospect:
+    """What a pick wants to know of a request; kept with it while it waits."""
+
+    request: GenerateRequest
+    prompt: int  # tokens to compute before the first new one
+    chain: Sequence[int]
+    hits: Mapping[EngineId, int] = field(factory=dict)  # blocks
+    version: int = -1  # of the index, when it was asked for the hits
+
+
+@define(kw_only=True, eq=False)
+class ExpectedTtft(HoldingPolicy):
+    """Least expected time to first token, and what else it costs there (`dpkit.balancer.ttft`)."""
+
+    weights: Weights = field(factory=Weights)
+    costs: StepCosts = field(factory=StepCosts)
+    lengths: OutputLengths = field(factory=OutputLengths)
+    prefixes: PrefixIndex = field(factory=PrefixIndex)
+    _books: dict[EngineId, Backlog] = field(factory=dict, init=False)
+    _sent: dict[str, Sent] = field(factory=dict, init=False)
+    _indices: dict[EngineId, int] = field(factory=dict, init=False)
+    _standings: list[Standing] = field(factory=list, init=False)
+    _rates: list[Rate] = field(factory=list, init=False)
+    _last: Prospect | None = field(default=None, init=False)
+    _scores: Sequence[float] = field(factory=list, init=False)
+
+    def prepare(self, request: GenerateRequest) -> Prospect:
+        """Name a prompt's blocks; a tenth of a second for a million tokens."""
+        token_ids = request.prompt_token_ids
+        if request.output_token_ids:  # of an earlier life: computed like a prompt
+            token_ids += request.output_token_ids
+        chain: Sequence[int] = ()
+        if (count := len(token_ids)) > BLOCK:
+            chain = make_chain(token_ids, salt=request.cache_salt)
+            if not count % BLOCK:  # the last token is always computed
+                chain = chain[:-1]
+        return Prospect(request, count, chain)
+
+    def age(self, prospect: Prospect) -> float:
+        """Seconds by which others that come later may go before a prompt of this size."""
+        paces = [standing.slowness for standing in self._standings] or [1.0]
+        pace = sum(paces) / len(paces)
+        return self.weights.ageing * self.costs.costs.prefill * pace * prospect.prompt
+
+    def pick(self, request: GenerateRequest, view: LoadView) -> int:
+        """The engine with the least score, whether it can begin at once or not."""
+        self._renew(view)
+        return self.best(self.prepare(request), self._rates, scan_start(view))
+
+    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float | None:
+        """Seconds, as `pick` compared them."""
+        return self.scores(request, view)[index]
+
+    def scores(self, request: GenerateRequest, view: LoadView) -> Sequence[float]:
+        """Those of all engines, by index."""
+        if self._last is None or self._last.request is not request:
+            self.pick(request, view)
+        return self._scores
+
+    def open_pass(self, view: LoadView) -> TtftPass:
+        """Look at all engines as they stand now, to decide on those that wait."""
+        self._renew(view)
+        return TtftPass(self, view, list(self._standings), list(self._rates))
+
+    def best(self, prospect: Prospect, rates: Sequence[Rate], start: int) -> int:
+        """Index of the least of these rates' scores; of equals the first from `start` on."""
+        costs, prompt = self.costs.costs, prospect.prompt
+        spread = 1.0 + self.weights.spread
+        work = spread * prefill_work(costs, prompt)
+        scores = [rate.score(prompt, prompt, work) for rate in rates]
+        for engine, hit in self._hits(prospect).items():
+            if (index := self._indices.get(engine)) is None:
+                continue
+            cached = hit * BLOCK
+            shared = self.prefixes.held(engine, prospect.chain, hit) * BLOCK
+            work = spread * prefill_work(costs, prompt, cached)
+            scores[index] = rates[index].score(prompt, prompt - cached, work, shared)
+        self._last, self._scores = prospect, scores
+        least = min(scores)
+        index = scores.index(least)
+        if index < start and least in (rest := scores[start:]):
+            index = start + rest.index(least)
+        return index
+
+    def sizes(self, prospect: Prospect, engine: EngineId) -> tuple[int, int]:
+        """What is not cached of a prompt on an engine, and what running requests share with it."""
+        hit = self._hits(prospect).get(engine, 0)
+        shared = self.prefixes.held(engine, prospect.chain, hit) if hit else 0
+        return prospect.prompt - hit * BLOCK, shared * BLOCK
+
+    def rate(self, standing: Standing) -> Rate:
+        """What an engine offers that stands so."""
+        rate = Rate()
+        rate.renew(standing, self.costs.costs, self.weights, self.lengths.mean)
+        return rate
+
+    # What happens to requests and engines.
+
+    def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
+        """It counts where it goes: its work, and its blocks for whoever comes after it."""
+        prospect = self._last
+        if prospect is None or prospect.request is not request:
+            prospect = self.prepare(request)
+        engine, book = view.engines[index], self._book(index, view)
+        new, shared = self.sizes(prospect, engine)
+        chain = prospect.chain if book.room.has_prefix_cache else ()
+        self._sent[request.request_id] = sent = Sent(engine, prospect.prompt, new, shared, chain)
+        book.add(sent)
+        if chain:
+            self.prefixes.hold(engine, chain)
+        self._last = None
+
+    def on_answered(self, request: GenerateRequest, view: LoadView) -> None:
+        """Its prompt is read."""
+        if (sent := self._sent.get(request.request_id)) is None:
+            return
+        if (book := self._books.get(sent.engine)) is not None:
+            book.answered(sent)
+            self._changed(sent.engine, view)
+
+    def on_end(self, request: GenerateRequest, end: End, view: LoadView) -> None:
+        """It is on its engine no more; an answer that ended by itself says how long they are."""
+        if end.finished:
+            self.lengths.add(len(end.output))
+        if (sent := self._sent.pop(request.request_id, None)) is None:
+            return
+        if (book := self._books.get(sent.engine)) is not None:
+            book.remove(sent)
+            self._changed(sent.engine, view)
+        if sent.chain:
+            self.prefixes.release(sent.engine, sent.chain, _answer(request, sent, end.output))
+
+    def on_report(self, index: int, view: LoadView) -> None:
+        """Believe it, and learn from the step that it tells of."""
+        load = view.load(index)
+        report: StepReport | None = load.report
+        if report is None:
+            return
+        book = self._book(index, view)
+        if book.hear(report):
+            self.costs.learn(report.last_step, report.step_time_s, book.pace)
+
+    def on_engines(self, view: LoadView) -> None:  # noqa: ARG002 - looked at when it is needed
+        """Indices have moved. A life that is away for a while keeps its books; see `_renew`."""
+        self._standings.clear()
+        self._rates.clear()
+        self._indices.clear()
+
+    # What is kept of engines.
+
+    def _renew(self, view: LoadView) -> None:
+        """Look again at the engines whose load has changed."""
+        if len(self._standings) != len(view.loads):
+            self._standings = [Standing(UNKNOWN_ROOM) for _ in view.loads]
+            self._rates = [Rate() for _ in view.loads]
+            self._indices = {engine: index for index, engine in enumerate(view.engines)}
+            view.changes.update(range(len(view.loads)))
+            self._drop_ended_lives(view)
+        if not view.changes:
+            return
+        costs, weights, length = self.costs.costs, self.weights, self.lengths.mean
+        alone = view.client_count == 1
+        usual = self._usual_pace()
+        for index in view.changes:
+            book, standing = self._book(index, view), self._standings[index]
+            book.stand(standing, view.load(index), length, alone=alone)
+            pace = book.pace.slowness
+            standing.slowness = usual if usual / ALIKE < pace < usual * ALIKE else pace
+            self._rates[index].renew(standing, costs, weights, length)
+            free = standing.room.kv_tokens - standing.kv_tokens
+            self.prefixes.trim(view.engines[index], int(free) // BLOCK)
+        view.changes.clear()
+
+    def _usual_pace(self) -> float:
+        """That of the middle engine."""
+        paces = sorted(book.pace.slowness for book in self._books.values())
+        return paces[len(paces) // 2] if paces else 1.0
+
+    def _book(self, index: int, view: LoadView) -> Backlog:
+        engine = view.engines[index]
+        if (book := self._books.get(engine)) is None:
+            room = getattr(view.load(index), "room", None)
+            book = self._books[engine] = Backlog(room or UNKNOWN_ROOM)
+        return book
+
+    def _drop_ended_lives(self, view: LoadView) -> None:
+        """Of each engine the newest life is kept, also while it is away."""
+        newest = {engine.name: engine.epoch for engine in view.engines}
+        for engine in [e for e in self._books if e.epoch < newest.get(e.name, 0)]:
+            del self._books[engine]
+            self.prefixes.forget(engine)
+
+    def _hits(self, prospect: Prospect) -> Mapping[EngineId, int]:
+        if prospect.version != self.prefixes.version:
+            prospect.hits = self.prefixes.hits(prospect.chain) if prospect.chain else {}
+            prospect.version = self.prefixes.version
+        return prospect.hits
+
+    def _changed(self, engine: EngineId, view: LoadView) -> None:
+        if (index := self._indices.get(engine)) is not None:
+            view.changes.add(index)
+
+
+def _answer(request: GenerateRequest, sent: Sent, output: Sequence[int]) -> Sequence[int]:
+    """The blocks that an answer fills: the first begins with what was left of the prompt."""
+    prompt = request.prompt_token_ids
+    left = len(sent.chain) * BLOCK - len(prompt)
+    rest = output[left:] if left >= 0 else (*prompt[left:], *output)
+    if len(rest) < BLOCK:
+        return ()
+    chain = sent.chain or [hash(request.cache_salt)]
+    return extend_chain(chain, tuple(rest))[len(chain) :]
+
+
+class TtftPass:
+    """One look at all that wait, in their turn: who is sent where, and who is held for whom."""
+
+    def __init__(
+        self,
+        policy: ExpectedTtft,
+        view: LoadView,
+        standings: list[Standing],
+        rates: list[Rate],
+    ) -> None:
+        self._policy = policy
+        self._engines = view.engines
+        self._start = scan_start(view)
+        self._standings = standings
+        self._rates = rates
+        self._open = {index for index, rate in enumerate(rates) if rate.is_open}
+
+    @property
+    def is_over(self) -> bool:
+        """No engine takes any more."""
+        return not self._open
+
+    def offer(self, prospect: Prospect, index: int | None = None) -> int | None:
+        """Where to send a request now; None: it is held, for its best engine.
+
+        Whoever is held closes that engine to all behind it: nobody passes it there.
+        """
+        policy, rates = self._policy, self._rates
+        if index is None:
+            index = policy.best(prospect, rates, self._start)
+        new, shared = policy.sizes(prospect, self._engines[index])
+        is_sent = index in self._open and rates[index].has_credit(prospect.prompt, new, shared)
+        self._reckon(index, prospect.prompt, new, shared)
+        if not is_sent or rates[index].prefill >= rates[index].window:
+            self._open.discard(index)
+        return index if is_sent else None
+
+    def _reckon(self, index: int, prompt: int, new: int, shared: int) -> None:
+        """For the rest of this pass, the engine has this one too."""
+        before = self._standings[index]
+        self._standings[index] = standing = evolve(
+            before,
+            prefill=before.prefill + new,
+            requests=before.requests + 1,
+            context=before.context + prompt,
+            growth=before.growth + self._policy.lengths.mean,
+            kv_tokens=before.kv_tokens + prompt - shared,
+        )
+        self._rates[index] = self._policy.rate(standing)
