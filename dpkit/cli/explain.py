@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
@@ -58,10 +59,19 @@ POLICIES = {
 @click.argument("file", default="dpkit.toml", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
+@click.option("--pick", metavar="JSON", help="Where this request would go, and why.")
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path),
+    help="With --pick: how the cluster is, as its /statistics page says.",
+)
+def command(
+    file: str, overrides: tuple[str, ...], as_json: bool, pick: str | None, state: Path | None
+) -> None:
     """Say in plain words what FILE (default: dpkit.toml) does: engines, memory, balancing, end.
 
-    Starts nothing; of a model that is here it reads the config.json only.
+    Starts nothing; of a model that is here it reads the config.json only. With --pick it says where
+    a request would go, for example '{"prompt_tokens": 1000}', and what each engine's score is.
     """
     config = load_config(file, overrides=overrides)
     ends = itertools.accumulate(group.count for group in config.engines)
@@ -69,11 +79,35 @@ def command(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
         group_facts(group, file, end - group.count)
         for group, end in zip(config.engines, ends, strict=True)
     ]
+    if pick is not None or state is not None:
+        _pick(config, groups, pick, state, as_json=as_json)
+        return
     if as_json:
         click.echo(json.dumps({"file": file, **_facts(config, groups)}))
         return
     for paragraph in _paragraphs(file, config, groups):
         click.echo(paragraph if _is_command(paragraph) else _filled(paragraph))
+
+
+def _pick(
+    config: Config,
+    groups: Sequence[GroupFacts],
+    asked: str | None,
+    state: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    if asked is None or state is None:
+        raise click.UsageError("--pick and --state go together: what is asked, and of whom")
+    from dpkit.cli import pick  # noqa: PLC0415 - policies cost time
+
+    request = pick.read_request(asked)
+    picked = pick.dry_run(config, groups, pick.read_state(state), request)
+    if as_json:
+        click.echo(json.dumps(pick.pick_json(picked)))
+        return
+    for line in pick.pick_lines(picked, request):
+        click.echo(line)
 
 
 def _is_command(paragraph: str) -> bool:
