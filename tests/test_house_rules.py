@@ -64,6 +64,7 @@ LAYERS = [
         "dpkit.nursery.requests",
         "dpkit.nursery.flight",
         "dpkit.nursery.line",
+        "dpkit.nursery.rescue",
         "dpkit.nursery.flights",
         "dpkit.nursery.membership",
         "dpkit.nursery.gathering",

@@ -54,6 +54,8 @@ class ClientStatistics:
     """Placed anew after their engine was lost before it had delivered anything."""
     resumed: int
     """Continued on another engine, after their tokens so far."""
+    taken_back: int
+    """Had back from an engine short of memory that did not run them, and placed anew."""
     retries_refused: int
     """Not placed anew for want of ``admission.retry_budget``: lost with their engine."""
     late_outputs: int
@@ -253,6 +255,7 @@ class Client:
             causes=dict(flights.causes),
             retried=flights.retried,
             resumed=flights.resumed,
+            taken_back=flights.rescue.taken,
             retries_refused=flights.retries.refused,
             late_outputs=flights.late_outputs,
             sinks_failed=flights.sinks_failed,

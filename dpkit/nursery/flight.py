@@ -20,12 +20,15 @@ from dpkit.errors import (
     RequestRejected,
 )
 from dpkit.names import Cause, FinishReason
+from dpkit.nursery.events import EventKind
 
 if TYPE_CHECKING:
     from dpkit.balancer.admission import Ticket
     from dpkit.balancer.dispatch import Placement
+    from dpkit.balancer.retries import RetryBudget
     from dpkit.errors import DpkitError, EngineLost
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
+    from dpkit.nursery.events import EventLog
 
 _DRAIN_RETRY_S = 5.0
 """What a client of a draining cluster is told to wait: about the time a restarted pod needs."""
@@ -156,8 +159,6 @@ class Flight:
 
         The prompt was described with the first token, so that is not asked again.
         """
-        self.retries_left -= 1
-        self.retries += 1
         self.times_out_at = times_out_at
         if not self.delivered:
             return
@@ -200,6 +201,25 @@ def not_retried(error: EngineLost) -> str:
         f"{error}; it is not placed again, since too many requests are, after earlier losses "
         "(admission.retry_budget); try again later"
     )
+
+
+def has_budget(
+    flight: Flight,
+    error: EngineLost,
+    retries: RetryBudget,
+    events: EventLog,
+    *,
+    share: float,
+    of: int,
+) -> bool:
+    """Whether a request of a lost engine may be placed anew: such a share of so many may be."""
+    engine = flight.engine
+    assert engine is not None  # noqa: S101 - or it could not have been lost
+    if retries.take(engine, trio.current_time(), share=share, requests=of):
+        return True
+    error.args = (not_retried(error),)  # the error was made for this request alone
+    events.emit(EventKind.RETRY_REFUSED, engine=engine, request_id=flight.request.request_id)
+    return False
 
 
 def lateness(

@@ -20,9 +20,10 @@ from dpkit.errors import ClusterClosed, EngineLost, describe
 from dpkit.names import Binding, Cause, FinishReason
 from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
-from dpkit.nursery.flight import Flight, cause_of, lateness, not_retried, refusal
+from dpkit.nursery.flight import Flight, cause_of, has_budget, lateness, refusal
 from dpkit.nursery.inbox import duplicate
 from dpkit.nursery.line import Line
+from dpkit.nursery.rescue import Rescue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,6 +61,7 @@ class Flights:
         self._rooms: dict[EngineId, Room] = {}
         self._flights: dict[str, Flight] = {}
         self._line = Line(dispatch, limits)
+        self.rescue = Rescue(self._flights, self._links, self._rooms, self._place_anew, self.fill)
         self._alarms = Alarms()
         self._refusal: type[DpkitError] | None = None
         self._filling = False
@@ -82,18 +84,12 @@ class Flights:
         self._line.use(self._dispatch, limits)
 
     def rebound(self, policy: Policy, binding: Binding) -> EarlyDispatch:
-        """A dispatch of the same books, for `use`.
-
-        Raises:
-            ConfigError: the policy cannot bind so.
-        """
+        """A dispatch of the same books, for `use`; ConfigError: the policy cannot bind so."""
         return make_dispatch(*self._dispatch.books, policy, binding)
 
     def placed_on(self, engine: EngineId) -> Iterator[str]:
         """Ids of the requests that one life of an engine has."""
-        for request_id, flight in self._flights.items():
-            if flight.engine == engine:
-                yield request_id
+        return (name for name, flight in self._flights.items() if flight.engine == engine)
 
     def admission(self) -> AdmissionStatistics:
         """The queue, now and since the start."""
@@ -115,6 +111,7 @@ class Flights:
         """Forget a life of an engine; its requests have been told."""
         self._links.pop(engine, None)
         self._rooms.pop(engine, None)
+        self.rescue.forget(engine)
 
     def expect(self, name: str) -> None:
         """Let requests wait that are pinned to an engine that will come."""
@@ -145,6 +142,7 @@ class Flights:
         self._dispatch.on_report(engine, report)
         if self._line:
             self.fill()
+        self.rescue.look(engine, report, self._dispatch, resume=self._limits.resume)
 
     # A request's life.
 
@@ -231,7 +229,7 @@ class Flights:
         self._events.emit(EventKind.SINK_FAILED, request_id=name, detail=what)
         self.end(receiver)
 
-    # The end of many at once.
+    # The end of many at once, and of those that are late.
 
     @trio.lowlevel.enable_ki_protection
     def refuse(self, error: type[DpkitError]) -> None:
@@ -250,8 +248,6 @@ class Flights:
         """Wait until nothing is under way."""
         while self._flights:
             await self._idle.park()
-
-    # Time.
 
     async def keep_time(self) -> None:
         """End requests at their deadlines and queue time-outs; a service task, until cancelled."""
@@ -333,28 +329,33 @@ class Flights:
         if not isinstance(error, EngineLost) or self._refusal is ClusterClosed:
             return False
         resume = self._limits.resume
-        if not (flight.may_go_elsewhere(resume=resume) and self._take_budget(flight, error)):
+        if not flight.may_go_elsewhere(resume=resume):
             return False
-        self._leave_engine(flight)
-        flight.go_elsewhere(trio.current_time() + self._limits.queue_timeout)
-        kind = EventKind.REQUEST_RESUMED if flight.delivered else EventKind.REQUEST_RETRIED
+        share = self._limits.retry_budget
+        if not has_budget(flight, error, self.retries, self._events, share=share, of=len(self)):
+            return False
+        flight.retries_left -= 1
+        flight.retries += 1
         self.resumed += bool(flight.delivered)
         self.retried += not flight.delivered
-        self._events.emit(kind, request_id=flight.request.request_id)
-        self._line.put(flight, front=True)
+        resumed, retried = EventKind.REQUEST_RESUMED, EventKind.REQUEST_RETRIED
+        self._requeue(flight, resumed if flight.delivered else retried)
         self.fill()
-        self._set_alarm(flight)
         return True
 
-    def _take_budget(self, flight: Flight, error: EngineLost) -> bool:
-        engine, share = flight.engine, self._limits.retry_budget
-        assert engine is not None  # noqa: S101 - or it could not have been lost
-        if self.retries.take(engine, trio.current_time(), share=share, requests=len(self)):
-            return True
-        error.args = (not_retried(error),)  # the error was made for this request alone
-        name = flight.request.request_id
-        self._events.emit(EventKind.RETRY_REFUSED, engine=engine, request_id=name)
-        return False
+    def _place_anew(self, engine: EngineId, flight: Flight) -> None:
+        """Its engine has given it up, as it was asked to."""
+        self._requeue(flight, EventKind.REQUEST_TAKEN_BACK)
+        if not flight.answered:
+            self._membership.on_inconclusive(engine)
+
+    def _requeue(self, flight: Flight, kind: EventKind) -> None:
+        """Let a request have its turn again, before those that never had one."""
+        self._leave_engine(flight)
+        flight.go_elsewhere(trio.current_time() + self._limits.queue_timeout)
+        self._events.emit(kind, request_id=flight.request.request_id)
+        self._line.put(flight, front=True)
+        self._set_alarm(flight)
 
     # Ends.
 
