@@ -7,12 +7,13 @@ scores of vLLM, Dynamo, llm-d and SGLang; docs/balancing.md has it in one piece.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from attrs import define, frozen
 
 if TYPE_CHECKING:
     from dpkit.balancer.stepcosts import Costs
+    from dpkit.messages import Room
 
 
 @frozen(kw_only=True)
@@ -37,15 +38,6 @@ class Weights:
 
     spread: float = 2.0
     """kappa. The engine's own work weighs once more for so many that come after it."""
-
-
-class Room(NamedTuple):
-    """What an engine can hold and do at once."""
-
-    tokens_per_step: int  # B
-    requests: int  # M
-    kv_tokens: int  # cap
-    has_prefix_cache: bool = True
 
 
 @define(eq=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dpkit.balancer.stepcosts import Costs
-from dpkit.balancer.ttft import Rate, Room, Standing, Weights, prefill_work
+from dpkit.balancer.ttft import Rate, Standing, Weights, prefill_work
+from dpkit.messages import Room
 
 # In milliseconds 5 a step, 0.02 a prompt token, 0.01 a decode, and, a million tokens, 40 of context
 # and 1 of attention.

@@ -20,21 +20,22 @@ from dpkit.balancer.backlog import Backlog, Sent
 from dpkit.balancer.outputs import OutputLengths
 from dpkit.balancer.policies.lowest import scan_start
 from dpkit.balancer.prefixes import BLOCK, PrefixIndex, extend_chain, make_chain
-from dpkit.balancer.stepcosts import StepCosts
-from dpkit.balancer.ttft import Rate, Room, Standing, Weights, prefill_work
+from dpkit.balancer.stepcosts import StepCosts, seconds
+from dpkit.balancer.ttft import Rate, Standing, Weights, prefill_work
+from dpkit.messages import Room
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dpkit.abc import End, LoadView
-    from dpkit.messages import EngineId, GenerateRequest, StepReport
+    from dpkit.messages import EngineId, GenerateRequest
 
 UNKNOWN_ROOM = Room(tokens_per_step=8192, requests=256, kv_tokens=2**40)
 """An engine that does not say: vLLM's defaults, and a cache that never fills."""
 
-ALIKE = 1.25
-"""Engines whose pace differs by less count as equal: what a formula misses must not look like a
-slower card, or the faster half would get all requests until it is the slower one."""
+ALIKE = 1.5
+"""Engines whose pace differs from the middle one's by less count as equal: what the formula misses
+must not look like a faster card, or whoever prefills most would be sent ever more to prefill."""
 
 
 @define(eq=False)
@@ -78,9 +79,7 @@ class ExpectedTtft(HoldingPolicy):
 
     def age(self, prospect: Prospect) -> float:
         """Seconds by which others that come later may go before a prompt of this size."""
-        paces = [standing.slowness for standing in self._standings] or [1.0]
-        pace = sum(paces) / len(paces)
-        return self.weights.ageing * self.costs.costs.prefill * pace * prospect.prompt
+        return self.weights.ageing * self.costs.costs.prefill * prospect.prompt
 
     def pick(self, request: GenerateRequest, view: LoadView) -> int:
         """The engine with the least score, whether it can begin at once or not."""
@@ -173,12 +172,14 @@ class ExpectedTtft(HoldingPolicy):
     def on_report(self, index: int, view: LoadView) -> None:
         """Believe it, and learn from the step that it tells of."""
         load = view.load(index)
-        report: StepReport | None = load.report
+        report = load.report
         if report is None:
             return
         book = self._book(index, view)
-        if book.hear(report):
-            self.costs.learn(report.last_step, report.step_time_s, book.pace)
+        if book.hear(report) and report.step_time_s > 0.0:
+            work, lasted = report.last_step, report.step_time_s
+            book.pace.add(lasted, seconds(work, self.costs.costs))
+            self.costs.learn(work, lasted, self._slowness(book, self._usual_pace()))
 
     def on_engines(self, view: LoadView) -> None:  # noqa: ARG002 - looked at when it is needed
         """Indices have moved. A life that is away for a while keeps its books; see `_renew`."""
@@ -204,8 +205,7 @@ class ExpectedTtft(HoldingPolicy):
         for index in view.changes:
             book, standing = self._book(index, view), self._standings[index]
             book.stand(standing, view.load(index), length, alone=alone)
-            pace = book.pace.slowness
-            standing.slowness = usual if usual / ALIKE < pace < usual * ALIKE else pace
+            standing.slowness = self._slowness(book, usual)
             self._rates[index].renew(standing, costs, weights, length)
             free = standing.room.kv_tokens - standing.kv_tokens
             self.prefixes.trim(view.engines[index], int(free) // BLOCK)
@@ -213,14 +213,22 @@ class ExpectedTtft(HoldingPolicy):
 
     def _usual_pace(self) -> float:
         """That of the middle engine."""
-        paces = sorted(book.pace.slowness for book in self._books.values())
+        paces = sorted(filter(None, (book.pace.slowness for book in self._books.values())))
         return paces[len(paces) // 2] if paces else 1.0
+
+    @staticmethod
+    def _slowness(book: Backlog, usual: float) -> float:
+        """How many times as long an engine's steps last as those of the middle one."""
+        slowness = (book.pace.slowness or usual) / usual
+        return 1.0 if 1.0 / ALIKE < slowness < ALIKE else slowness
 
     def _book(self, index: int, view: LoadView) -> Backlog:
         engine = view.engines[index]
         if (book := self._books.get(engine)) is None:
-            room = getattr(view.load(index), "room", None)
-            book = self._books[engine] = Backlog(room or UNKNOWN_ROOM)
+            load = view.load(index)
+            book = self._books[engine] = Backlog(load.room or UNKNOWN_ROOM)
+            if load.report is not None:  # of work that another policy gave it
+                book.hear(load.report)
         return book
 
     def _drop_ended_lives(self, view: LoadView) -> None:
