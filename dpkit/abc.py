@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from dpkit.messages import Batch, EngineId, GenerateRequest, StepReport, StepResult
+    from dpkit.messages import Batch, EngineId, GenerateRequest, Room, StepReport, StepResult
 
 
 class TextDecoder(Protocol):
@@ -124,6 +124,10 @@ class EngineLoad(Protocol):
     @property
     def others(self) -> int:
         """Requests of other clients: what the newest snapshot counts beyond this client's own."""
+
+    @property
+    def room(self) -> Room | None:
+        """What the engine can hold and do at once; None: unknown."""
 
     @property
     def report(self) -> StepReport | None:

@@ -112,6 +112,15 @@ class Completion:
     latency_s: float
 
 
+class Room(NamedTuple):
+    """What an engine can hold and do at once, as its clients reckon with it."""
+
+    tokens_per_step: int
+    requests: int  # running at once
+    kv_tokens: int
+    has_prefix_cache: bool = True
+
+
 class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     """What one step computes, in the terms of its cost (`dpkit.costmodel`)."""
 

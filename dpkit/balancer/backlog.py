@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dpkit.abc import EngineLoad
-    from dpkit.balancer.ttft import Room, Standing
-    from dpkit.messages import EngineId, StepReport
+    from dpkit.balancer.ttft import Standing
+    from dpkit.messages import EngineId, Room, StepReport
 
 HALF = 0.5
 """Of an answer is there, on average, when nobody says how much."""

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     from dpkit.abc import EngineLoad
     from dpkit.balancer.ledger import Charge, Ledger
-    from dpkit.balancer.ttft import Room
     from dpkit.balancer.view import LoadView
-    from dpkit.messages import EngineId, GenerateRequest, Snapshot, StepReport
+    from dpkit.messages import EngineId, GenerateRequest, Room, Snapshot, StepReport
 
     Known = tuple[str, float | None, int, int, int, float]
 

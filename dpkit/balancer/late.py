@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from dpkit.abc import Pass, Policy
     from dpkit.balancer.dispatch import Placement
     from dpkit.balancer.ledger import Ledger
-    from dpkit.balancer.ttft import Room
     from dpkit.balancer.view import LoadView
-    from dpkit.messages import EngineId, GenerateRequest, Snapshot, StepReport
+    from dpkit.messages import EngineId, GenerateRequest, Room, Snapshot, StepReport
 
 
 class LateDispatch(EarlyDispatch):

@@ -4,10 +4,10 @@ A step is reckoned as the plain sum ``a + b*prefill + c*decodes + d*decode conte
 context``; `dpkit.costmodel` has the form that was measured. Knows nothing of engines: who asks
 keeps a `Pace` for each, since equal models run on unequal cards.
 
-Least squares on relative errors over the last few thousand steps, each constant kept within a
-factor of `BOUND` of its prior, so that steps that are all alike cannot teach nonsense. What is
-wrong by more than that is wrong for all five and is the pace's to learn: a policy compares
-engines, and needs the constants' ratios far more than their size.
+Least squares on relative errors over the last few thousand steps of all engines. The prior is one
+card's and one model's: all five constants are first scaled alike, so that they explain the time
+spent so far, and each is then kept within a factor of `BOUND` of that, so that steps that are all
+alike cannot teach nonsense.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from attrs import define
 if TYPE_CHECKING:
     from dpkit.messages import StepWork
 
-BOUND = 2.0
-"""A constant may be so many times its prior, or that part of it."""
+BOUND = 4.0
+"""A constant may be so many times its scaled prior, or that part of it: a mixture of experts has a
+base of twice a dense model's and half its cost of a token."""
 
 EVERY = 64
-"""Steps between two fits."""
+"""Steps between two fits; the first ones come at the first, second, fourth step and so on."""
 
 KEEP = 0.97
 """What is left of the weight of older steps at each fit: two thousand steps count."""
 
-FAITH = 4.0
-"""Steps that the prior weighs."""
+FAITH = 1.0
+"""Steps that the scaled prior weighs."""
 
 SWEEPS = 8
 """Rounds over the five constants in a fit; each begins where the last fit ended."""
@@ -50,7 +51,7 @@ PRIOR = Costs(step=6.6e-3, prefill=18.6e-6, decode=2.8e-6, context=47e-9, attent
 
 
 def seconds(work: StepWork, costs: Costs) -> float:
-    """What a step costs, at the pace of the prior's card."""
+    """What a step costs."""
     return (
         costs.step
         + costs.prefill * work.prefill_tokens
@@ -71,9 +72,9 @@ class Pace:
     """What is left of older steps at each new one."""
 
     @property
-    def slowness(self) -> float:
-        """2.0: half the speed of the prior's card; 1.0 before the first step."""
-        return self._lasted / self._reckoned if self._reckoned else 1.0
+    def slowness(self) -> float | None:
+        """2.0: half the speed that was reckoned with; None: no step was seen."""
+        return self._lasted / self._reckoned if self._reckoned else None
 
     def add(self, lasted: float, reckoned: float) -> None:
         """A step lasted so many seconds, and was reckoned to."""
@@ -91,48 +92,49 @@ class StepCosts:
         self._factors = [1.0] * size  # of the prior's constants
         self._squares = [[0.0] * size for _ in range(size)]
         self._products = [0.0] * size
+        self._spent = [0.0, 0.0]  # seconds: as they were, and as the prior has them
         self._steps = 0
 
     def __repr__(self) -> str:
-        factors = ", ".join(
-            f"{name} {factor:.2f}x"
-            for name, factor in zip(Costs._fields, self._factors, strict=True)
-        )
+        named = zip(Costs._fields, self._factors, strict=True)
+        factors = ", ".join(f"{name} {factor:.2f}x" for name, factor in named)
         return f"<StepCosts after {self._steps} steps: {factors}>"
 
-    def learn(self, work: StepWork, lasted: float, pace: Pace) -> None:
-        """Take a step of an engine, and how many seconds it took; the engine's pace learns too."""
+    def learn(self, work: StepWork, lasted: float, slowness: float = 1.0) -> None:
+        """Take a step, and how long it took in seconds, on an engine of that speed."""
         if lasted <= 0.0:
             return
-        pace.add(lasted, seconds(work, self.costs))
-        slowness = pace.slowness
-        prior = self._prior
+        prior, usual = self._prior, lasted / slowness
         parts = (
-            prior.step,
-            prior.prefill * work.prefill_tokens,
-            prior.decode * work.decodes,
-            prior.context * work.decode_context,
-            prior.attention * work.prefill_context,
+            prior.step / usual,
+            prior.prefill * work.prefill_tokens / usual,
+            prior.decode * work.decodes / usual,
+            prior.context * work.decode_context / usual,
+            prior.attention * work.prefill_context / usual,
         )
-        weight = (slowness / lasted) ** 2
-        for row, part, sums in zip(range(len(parts)), parts, self._squares, strict=True):
+        for row, part in enumerate(parts):
             if part:
-                weighted = weight * part
+                sums = self._squares[row]
                 for column, other in enumerate(parts):
-                    sums[column] += weighted * other
-                self._products[row] += weighted * lasted / slowness
-        self._steps += 1
-        if not self._steps % EVERY:
+                    sums[column] += part * other
+                self._products[row] += part
+        self._spent[0] += usual
+        self._spent[1] += usual * sum(parts)
+        self._steps = steps = self._steps + 1
+        if not steps % EVERY or (steps < EVERY and not steps & (steps - 1)):
             self._fit()
 
     def _fit(self) -> None:
         """Coordinate descent within the bounds: what a bounded least squares of five needs."""
-        factors = self._factors
+        factors, scale = self._factors, self._spent[0] / self._spent[1]
+        faith, low, high = FAITH / scale**2, scale / BOUND, scale * BOUND
         for _ in range(SWEEPS):
             for index, sums in enumerate(self._squares):
                 others = sum(map(float.__mul__, sums, factors)) - sums[index] * factors[index]
-                best = (self._products[index] - others + FAITH) / (sums[index] + FAITH)
-                factors[index] = min(BOUND, max(1 / BOUND, best))
+                best = self._products[index] - others + faith * scale
+                factors[index] = min(high, max(low, best / (sums[index] + faith)))
         self.costs = Costs(*map(float.__mul__, factors, self._prior))
-        self._squares = [[KEEP * value for value in sums] for sums in self._squares]
-        self._products = [KEEP * value for value in self._products]
+        if not self._steps % EVERY:
+            self._squares = [[KEEP * value for value in sums] for sums in self._squares]
+            self._products = [KEEP * value for value in self._products]
+            self._spent = [KEEP * value for value in self._spent]

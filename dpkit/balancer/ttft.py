@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from attrs import define, frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from dpkit.balancer.stepcosts import Costs
+    from dpkit.messages import Room
 
 
 @frozen(kw_only=True)
@@ -39,15 +42,6 @@ class Weights:
     """kappa. The engine's own work weighs once more for so many that come after it."""
 
 
-class Room(NamedTuple):
-    """What an engine can hold and do at once."""
-
-    tokens_per_step: int  # B
-    requests: int  # M
-    kv_tokens: int  # cap
-    has_prefix_cache: bool = True
-
-
 @define(eq=False)
 class Standing:
     """One engine, as a pass sees it."""
@@ -61,73 +55,92 @@ class Standing:
     kv_tokens: float = 0.0  # V: in use or still to be allocated, shared blocks once
 
 
-@define(eq=False)
-class Rate:
-    """What is the same for all requests that might go to one engine: made once a pass."""
+class Rate(NamedTuple):
+    """What a score needs of an engine, the same for all requests that might go there.
 
-    base: float = 0.0
-    step: float = 0.0
-    life: float = 0.0
-    prefill: float = 0.0
-    per_step: int = 1
-    window: float = 1.0
-    slowness: float = 1.0
-    free: float = 0.0
-    capacity: int = 1
-    is_idle: bool = True
-    is_full: bool = False
+    A tuple, as it is taken apart once for each engine and request.
+    """
 
-    def renew(self, engine: Standing, costs: Costs, weights: Weights, length: float) -> None:
-        """Take an engine as it stands now; `length` is that of an answer."""
-        load = costs.decode * engine.requests + costs.context * engine.context
-        self.slowness = slowness = engine.slowness
-        self.step = slowness * (costs.step + load)
-        self.base = slowness * (costs.prefill * engine.prefill + weights.slowing * load * length)
-        self.life = self.step * length
-        self.prefill = engine.prefill
-        self.per_step = engine.room.tokens_per_step
-        self.window = weights.window * self.per_step
-        self.is_idle = not engine.requests
-        self.is_full = engine.requests >= engine.room.requests
-        self.capacity = engine.room.kv_tokens
-        growth = weights.growth * (engine.growth + length)
-        self.free = weights.fill * self.capacity - engine.kv_tokens - growth
+    base: float  # seconds that what is there already costs
+    step: float  # seconds of a step without prompts
+    prefill: float
+    per_step: int
+    slowness: float
+    free: float  # KV tokens that nobody speaks for
+    dear: float  # seconds of waiting for each token that is wanting
 
-    def score(self, prompt: int, new: int, work: float, shared: int = 0) -> float:
-        """Seconds; the engine with the least should have the request.
 
-        Args:
-            prompt: Tokens of the prompt.
-            new: Those that are not cached there.
-            work: What `prefill_work` says of them, weighed with `Weights.spread`.
-            shared: Leading tokens that running requests hold there.
-        """
-        steps = -(-(self.prefill + new) // self.per_step)
-        score = self.base + self.step * steps + self.slowness * work
-        over = prompt - shared - self.free
-        if over > 0.0:  # it waits for so much of the cache to come free, which takes lives
-            score += over / self.capacity * self.life
-        return score
+def rate(engine: Standing, costs: Costs, weights: Weights, length: float) -> Rate:
+    """Take an engine as it stands; `length` is that of an answer."""
+    room, slowness = engine.room, engine.slowness
+    load = costs.decode * engine.requests + costs.context * engine.context
+    step = slowness * (costs.step + load)
+    return Rate(
+        slowness * (costs.prefill * engine.prefill + weights.slowing * load * length),
+        step,
+        engine.prefill,
+        room.tokens_per_step,
+        slowness,
+        weights.fill * room.kv_tokens
+        - engine.kv_tokens
+        - weights.growth * (engine.growth + length),
+        # KV comes free when requests end: a whole cache of it in a life of one.
+        step * length / room.kv_tokens,
+    )
 
-    def has_credit(self, prompt: int, new: int, shared: int = 0) -> bool:
-        """Whether a request would begin there with the very next step; arguments as for `score`.
 
-        An idle engine takes any. One that runs takes what fits in its KV cache, with what answers
-        are predicted to grow, and beside the prompts that wait there in its next step; a prompt
-        longer than a step waits until none is before it.
-        """
-        if self.is_idle:
-            return True
-        if self.is_full or prompt - shared > self.free:
-            return False
-        return self.prefill <= 0.0 or self.prefill + new <= self.window
+def scores(
+    rates: Iterable[Rate], prompt: int, new: int, work: float, shared: int = 0
+) -> list[float]:
+    """Seconds; the engine with the least should have the request.
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there may be a request at all that has credit."""
-        return self.is_idle or not (self.is_full or self.prefill >= self.window or self.free <= 0.0)
+    Args:
+        rates: Of the engines.
+        prompt: Tokens of the prompt.
+        new: Those that are not cached there.
+        work: What `prefill_work` says of them, weighed with `Weights.spread`.
+        shared: Leading tokens that running requests hold there.
+    """
+    wants = prompt - shared
+    return [
+        base
+        + step * -(-(prefill + new) // per_step)
+        + slowness * work
+        + (dear * (wants - free) if wants > free else 0.0)
+        for base, step, prefill, per_step, slowness, free, dear in rates
+    ]
 
 
 def prefill_work(costs: Costs, prompt: int, hit: int = 0) -> float:
     """Seconds that the uncached part of a prompt takes: its tokens, and what they attend to."""
     return costs.prefill * (prompt - hit) + costs.attention * (prompt**2 - hit**2) / 2
+
+
+def is_open(engine: Standing, free: float, weights: Weights) -> bool:
+    """Whether there may be a request at all that has credit; `free` as in `Rate`."""
+    return not engine.requests or (
+        engine.requests < engine.room.requests
+        and engine.prefill < weights.window * engine.room.tokens_per_step
+        and free > 0.0
+    )
+
+
+def has_credit(engine: Standing, weights: Weights, new: int, spare: float) -> bool:
+    """Whether a request would begin there with the very next step.
+
+    An idle engine takes any. One that runs takes what fits in its KV cache, with what answers are
+    predicted to grow, and beside the prompts that wait there in its next step; a prompt longer than
+    a step waits until none is before it.
+
+    Args:
+        engine: How it stands.
+        weights: The constants.
+        new: Tokens of the prompt that are not cached there.
+        spare: KV tokens that would be left, with the request and all growth.
+    """
+    if not engine.requests:
+        return True
+    if engine.requests >= engine.room.requests or spare < 0.0:
+        return False
+    window = weights.window * engine.room.tokens_per_step
+    return engine.prefill <= 0.0 or engine.prefill + new <= window

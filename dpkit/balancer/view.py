@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dpkit.balancer.ledger import Ledger
-    from dpkit.balancer.ttft import Room
-    from dpkit.messages import EngineId, Snapshot, StepReport
+    from dpkit.messages import EngineId, Room, Snapshot, StepReport
 
 UNKNOWN = (0, 0, 0.0)
 """An engine that no snapshot speaks of: no load but what this client itself gave it."""

@@ -18,9 +18,8 @@ from attrs import asdict, frozen
 from dpkit.balancer.late import LateDispatch, make_dispatch
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
-from dpkit.balancer.ttft import Room
 from dpkit.balancer.view import LoadView
-from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot, StepReport
+from dpkit.messages import EngineId, GenerateRequest, Room, SamplingParams, Snapshot, StepReport
 from dpkit.names import Binding
 
 if TYPE_CHECKING:

@@ -139,8 +139,8 @@ def _binds_late(balancer: Table) -> Iterator[tuple[Path, str]]:
     if balancer.get("binding") != Binding.LATE or policy is None:
         return
     if ":" not in policy and policy not in HOLDING_POLICIES:
-        those = " or ".join(map(quote, sorted(HOLDING_POLICIES)))
-        message = f"policy {quote(policy)} cannot bind late, only {those} and your own can"
+        those = " or ".join(quote(str(name)) for name in sorted(HOLDING_POLICIES))
+        message = f"policy {quote(str(policy))} cannot bind late, only {those} and your own can"
         yield ("balancer", "binding"), f"{message}; leave binding out"
 
 

@@ -276,16 +276,16 @@ class Cluster:
         old, new = self.config.balancer, config.balancer
         if old.policy == new.policy and old.bound is new.bound:
             return [None] * len(self._flights)
-        flights, late = enumerate(self._flights), builder.binding(len(self._flights))
-        return [each.rebound(builder.policy(index), late) for index, each in flights]
+        late, each = builder.binding(len(self._flights)), enumerate(self._flights)
+        return [flights.rebound(builder.policy(index), late) for index, flights in each]
 
     def _switch(self, config: Config, builder: Builder, dispatches: Dispatches) -> None:
         self.config, self._builder = config, builder
         self._rules.interval = config.coordinator.interval
         self._membership.use(config.balancer)
         self._roster.use(config, builder)
-        for flights, dispatch in zip(self._flights, dispatches, strict=True):
-            flights.use(builder.limits(), dispatch)
+        for each, dispatch in zip(self._flights, dispatches, strict=True):
+            each.use(builder.limits(), dispatch)
 
     # The other half of `open_cluster`.
 

@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dpkit.abc import EngineLink, Policy
-    from dpkit.balancer.admission import AdmissionStatistics
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
-    from dpkit.balancer.ttft import Room
     from dpkit.errors import DpkitError
-    from dpkit.messages import EngineId, EngineOutput, Snapshot, StepReport
+    from dpkit.messages import EngineId, EngineOutput, Room, Snapshot, StepReport
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flight import Limits, Receiver, RequestStatistics
     from dpkit.nursery.membership import Membership
@@ -53,6 +51,8 @@ class Flights:
         """Requests on engines, now."""
         self.started = self.retried = self.resumed = self.late_outputs = self.sinks_failed = 0
         self.retries = RetryBudget()
+        self.line = Line(dispatch, limits)
+        """Who waits for a place."""
         self._dispatch = dispatch
         self._limits = limits
         self._membership = membership
@@ -60,7 +60,6 @@ class Flights:
         self._links: dict[EngineId, EngineLink] = {}
         self._rooms: dict[EngineId, Room] = {}
         self._flights: dict[str, Flight] = {}
-        self._line = Line(dispatch, limits)
         self.rescue = Rescue(self._flights, self._links, self._rooms, self._place_anew, self.fill)
         self._alarms = Alarms()
         self._refusal: type[DpkitError] | None = None
@@ -81,7 +80,10 @@ class Flights:
         if dispatch is not None:
             self._dispatch = dispatch
             dispatch.take_over()
-        self._line.use(self._dispatch, limits)
+            for flight in self._flights.values():
+                flight.prospect = None  # of a policy that is gone
+        self.line.use(self._dispatch, limits)
+        self.fill()
 
     def rebound(self, policy: Policy, binding: Binding) -> EarlyDispatch:
         """A dispatch of the same books, for `use`; ConfigError: the policy cannot bind so."""
@@ -90,10 +92,6 @@ class Flights:
     def placed_on(self, engine: EngineId) -> Iterator[str]:
         """Ids of the requests that one life of an engine has."""
         return (name for name, flight in self._flights.items() if flight.engine == engine)
-
-    def admission(self) -> AdmissionStatistics:
-        """The queue, now and since the start."""
-        return self._line.statistics()
 
     def statistics(self) -> tuple[RequestStatistics, ...]:
         """Every request under way, oldest first."""
@@ -120,13 +118,13 @@ class Flights:
     def dismiss(self, name: str) -> None:
         """Refuse requests that are pinned to an engine that will not come back."""
         self._dispatch.forget(name)
-        self._line.recall(name)
+        self.line.recall(name)
         self.fill()
 
     def offer(self, engine: EngineId, rank: int) -> None:
         """Let the policy pick an engine; `fill` when all clients know."""
         self._dispatch.add(engine, rank, self._rooms.get(engine))
-        self._line.recall(engine.name)
+        self.line.recall(engine.name)
 
     def withdraw(self, engine: EngineId) -> None:
         """Let the policy pick an engine no more; what it holds is not touched."""
@@ -140,7 +138,7 @@ class Flights:
     def on_report(self, engine: EngineId, report: StepReport) -> None:
         """Take an engine's own word: it may have room now. Called by links, on Trio's thread."""
         self._dispatch.on_report(engine, report)
-        if self._line:
+        if self.line:
             self.fill()
         self.rescue.look(engine, report, self._dispatch, resume=self._limits.resume)
 
@@ -162,9 +160,9 @@ class Flights:
             raise duplicate(request.request_id)
         times_out_at = trio.current_time() + self._limits.queue_timeout
         flight = Flight(receiver, request, self._limits.retries, times_out_at)
-        index = self._line.admit(flight) if self._has_room else None
+        index = self.line.admit(flight) if self._has_room else None
         if index is None:
-            self._line.put(flight)
+            self.line.put(flight)
         self._flights[request.request_id] = flight
         self.started += 1
         self.fill() if index is None else self._send(flight, index)
@@ -262,7 +260,7 @@ class Flights:
         self.fill()
 
     def _expire(self, flight: Flight, now: float) -> None:
-        if (late := lateness(flight, now, self._limits, self._line.retry_after(now))) is not None:
+        if (late := lateness(flight, now, self._limits, self.line.retry_after(now))) is not None:
             self._fail(flight, FinishReason.ERROR, *late)
 
     def _set_alarm(self, flight: Flight) -> None:
@@ -278,7 +276,7 @@ class Flights:
             return  # called back from within: the loop goes on below
         self._filling = True
         try:
-            while self._line and self._has_room and (found := self._line.next()) is not None:
+            while self.line and self._has_room and (found := self.line.next()) is not None:
                 self._send(*found)
         finally:
             self._filling = False
@@ -292,13 +290,13 @@ class Flights:
         """Place a request now, unless it is too late: it must not waste a step."""
         now, deadline = trio.current_time(), flight.request.deadline
         if deadline is not None and now >= deadline:
-            self._line.look_again()
+            self.line.look_again()
             self._expire(flight, now)
             return
         try:
             placement = self._dispatch.place(flight.request, index)
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
-            self._line.look_again()
+            self.line.look_again()
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
             return
         request_id, engine = flight.request.request_id, placement.engine
@@ -354,7 +352,7 @@ class Flights:
         self._leave_engine(flight)
         flight.go_elsewhere(trio.current_time() + self._limits.queue_timeout)
         self._events.emit(kind, request_id=flight.request.request_id)
-        self._line.put(flight, front=True)
+        self.line.put(flight, front=True)
         self._set_alarm(flight)
 
     # Ends.
@@ -386,7 +384,7 @@ class Flights:
         """The one terminal event of a request."""
         request_id, engine = flight.request.request_id, flight.engine
         self._leave_engine(flight, finished=cause in {Cause.STOP, Cause.LENGTH})
-        self._line.leave(flight)
+        self.line.leave(flight)
         del self._flights[request_id]
         self._alarms.discard(request_id)
         self.retries.ended(trio.current_time())

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dpkit.abc import Pass
     from dpkit.balancer.admission import AdmissionStatistics, Ticket
     from dpkit.balancer.dispatch import EarlyDispatch
+    from dpkit.names import Binding
     from dpkit.nursery.flight import Flight, Limits
 
 SCAN = 32
@@ -62,9 +63,12 @@ class Line:
         self._queue.max_queued = limits.max_queued
         self._late = dispatch if isinstance(dispatch, LateDispatch) else None
         self._dispatch = dispatch
-        for flight in self._waiting.values():
-            flight.prospect = None  # of a policy that is gone
         self.look_again()
+
+    @property
+    def binding(self) -> Binding:
+        """When its flights get an engine."""
+        return self._dispatch.binding
 
     def statistics(self) -> AdmissionStatistics:
         """The queue, now and since the start."""

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from dpkit.abc import EngineLink
     from dpkit.balancer.coordinator import CoordinatorRules
     from dpkit.balancer.health import Ejection, Health, HealthStatistics
-    from dpkit.balancer.ttft import Room
-    from dpkit.messages import EngineId
+    from dpkit.messages import EngineId, Room
     from dpkit.nursery.flights import Flights
     from dpkit.nursery.inbox import Deliver, OnReport
 

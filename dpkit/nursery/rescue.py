@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from dpkit.abc import EngineLink
     from dpkit.balancer.dispatch import EarlyDispatch
-    from dpkit.balancer.ttft import Room
-    from dpkit.messages import EngineId, StepReport
+    from dpkit.messages import EngineId, Room, StepReport
     from dpkit.nursery.flight import Flight
 
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 from attrs import frozen
 
-from dpkit.balancer.ttft import Room
 from dpkit.errors import EngineLost, LaunchFailed, describe
-from dpkit.messages import EngineId
+from dpkit.messages import EngineId, Room
 from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
 

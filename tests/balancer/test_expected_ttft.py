@@ -14,10 +14,9 @@ from dpkit.balancer.policies import load_policy
 from dpkit.balancer.policies.expected_ttft import ALIKE, ExpectedTtft
 from dpkit.balancer.prefixes import BLOCK
 from dpkit.balancer.stepcosts import PRIOR, seconds
-from dpkit.balancer.ttft import Room
 from dpkit.balancer.view import LoadView
 from dpkit.errors import ConfigError
-from dpkit.messages import EngineId, GenerateRequest, StepReport, StepWork
+from dpkit.messages import EngineId, GenerateRequest, Room, StepReport, StepWork
 from dpkit.names import Binding
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class Late:
         engine = self.view.engines[index]
         sent = self.sent.get(engine, 0)
         self.steps += 1
-        defaults = {"sent": sent, "acknowledged": sent, "steps": self.steps}
+        defaults: dict[str, Any] = {"sent": sent, "acknowledged": sent, "steps": self.steps}
         defaults |= {"step_time_s": seconds(StepWork(decodes=1), PRIOR)}
         defaults |= {"last_step": StepWork(decodes=1), "kv_tokens": self.room.kv_tokens}
         self.dispatch.on_report(engine, StepReport(**(defaults | told)))

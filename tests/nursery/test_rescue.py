@@ -8,8 +8,7 @@ import pytest
 import trio
 
 import dpkit
-from dpkit.balancer.ttft import Room
-from dpkit.messages import StepReport, StepWork
+from dpkit.messages import Room, StepReport, StepWork
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.rescue import is_starved
 from dpkit.testing.idle import check_idle

@@ -13,28 +13,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import define, evolve, field
+from attrs import define, field
 
 from dpkit.abc import HoldingPolicy
 from dpkit.balancer.backlog import Backlog, Sent
 from dpkit.balancer.outputs import OutputLengths
 from dpkit.balancer.policies.lowest import scan_start
 from dpkit.balancer.prefixes import BLOCK, PrefixIndex, extend_chain, make_chain
-from dpkit.balancer.stepcosts import StepCosts
-from dpkit.balancer.ttft import Rate, Room, Standing, Weights, prefill_work
+from dpkit.balancer.stepcosts import StepCosts, seconds
+from dpkit.balancer.ttft import (
+    Rate,
+    Standing,
+    Weights,
+    has_credit,
+    is_open,
+    prefill_work,
+    rate,
+    scores,
+)
+from dpkit.messages import Room
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dpkit.abc import End, LoadView
-    from dpkit.messages import EngineId, GenerateRequest, StepReport
+    from dpkit.messages import EngineId, GenerateRequest
 
 UNKNOWN_ROOM = Room(tokens_per_step=8192, requests=256, kv_tokens=2**40)
 """An engine that does not say: vLLM's defaults, and a cache that never fills."""
 
-ALIKE = 1.25
-"""Engines whose pace differs by less count as equal: what a formula misses must not look like a
-slower card, or the faster half would get all requests until it is the slower one."""
+ALIKE = 1.5
+"""Engines whose pace differs from the middle one's by less count as equal: what the formula misses
+must not look like a faster card, or whoever prefills most would be sent ever more to prefill."""
+
+
+ONE_IN = 8
+"""Of so many steps that compute no prompt, one is learned from."""
 
 
 @define(eq=False)
@@ -78,9 +92,7 @@ class ExpectedTtft(HoldingPolicy):
 
     def age(self, prospect: Prospect) -> float:
         """Seconds by which others that come later may go before a prompt of this size."""
-        paces = [standing.slowness for standing in self._standings] or [1.0]
-        pace = sum(paces) / len(paces)
-        return self.weights.ageing * self.costs.costs.prefill * pace * prospect.prompt
+        return self.weights.ageing * self.costs.costs.prefill * prospect.prompt
 
     def pick(self, request: GenerateRequest, view: LoadView) -> int:
         """The engine with the least score, whether it can begin at once or not."""
@@ -106,19 +118,17 @@ class ExpectedTtft(HoldingPolicy):
         """Index of the least of these rates' scores; of equals the first from `start` on."""
         costs, prompt = self.costs.costs, prospect.prompt
         spread = 1.0 + self.weights.spread
-        work = spread * prefill_work(costs, prompt)
-        scores = [rate.score(prompt, prompt, work) for rate in rates]
+        found = scores(rates, prompt, prompt, spread * prefill_work(costs, prompt))
         for engine, hit in self._hits(prospect).items():
-            if (index := self._indices.get(engine)) is None:
-                continue
-            cached = hit * BLOCK
-            shared = self.prefixes.held(engine, prospect.chain, hit) * BLOCK
-            work = spread * prefill_work(costs, prompt, cached)
-            scores[index] = rates[index].score(prompt, prompt - cached, work, shared)
-        self._last, self._scores = prospect, scores
-        least = min(scores)
-        index = scores.index(least)
-        if index < start and least in (rest := scores[start:]):
+            if (index := self._indices.get(engine)) is not None:
+                cached = hit * BLOCK
+                shared = self.prefixes.held(engine, prospect.chain, hit) * BLOCK
+                work = spread * prefill_work(costs, prompt, cached)
+                [found[index]] = scores([rates[index]], prompt, prompt - cached, work, shared)
+        self._last, self._scores = prospect, found
+        least = min(found)
+        index = found.index(least)
+        if index < start and least in (rest := found[start:]):
             index = start + rest.index(least)
         return index
 
@@ -130,9 +140,7 @@ class ExpectedTtft(HoldingPolicy):
 
     def rate(self, standing: Standing) -> Rate:
         """What an engine offers that stands so."""
-        rate = Rate()
-        rate.renew(standing, self.costs.costs, self.weights, self.lengths.mean)
-        return rate
+        return rate(standing, self.costs.costs, self.weights, self.lengths.mean)
 
     # What happens to requests and engines.
 
@@ -173,12 +181,16 @@ class ExpectedTtft(HoldingPolicy):
     def on_report(self, index: int, view: LoadView) -> None:
         """Believe it, and learn from the step that it tells of."""
         load = view.load(index)
-        report: StepReport | None = load.report
+        report = load.report
         if report is None:
             return
         book = self._book(index, view)
-        if book.hear(report):
-            self.costs.learn(report.last_step, report.step_time_s, book.pace)
+        work, lasted = report.last_step, report.step_time_s
+        is_new = book.hear(report) and lasted > 0.0
+        # Steps without a prompt are all alike, and there are many.
+        if is_new and (work.prefill_tokens or not report.steps % ONE_IN):
+            book.pace.add(lasted, seconds(work, self.costs.costs))
+            self.costs.learn(work, lasted, self._slowness(book, self._usual_pace()))
 
     def on_engines(self, view: LoadView) -> None:  # noqa: ARG002 - looked at when it is needed
         """Indices have moved. A life that is away for a while keeps its books; see `_renew`."""
@@ -192,35 +204,41 @@ class ExpectedTtft(HoldingPolicy):
         """Look again at the engines whose load has changed."""
         if len(self._standings) != len(view.loads):
             self._standings = [Standing(UNKNOWN_ROOM) for _ in view.loads]
-            self._rates = [Rate() for _ in view.loads]
+            self._rates = [self.rate(standing) for standing in self._standings]
             self._indices = {engine: index for index, engine in enumerate(view.engines)}
             view.changes.update(range(len(view.loads)))
             self._drop_ended_lives(view)
         if not view.changes:
             return
-        costs, weights, length = self.costs.costs, self.weights, self.lengths.mean
         alone = view.client_count == 1
         usual = self._usual_pace()
         for index in view.changes:
             book, standing = self._book(index, view), self._standings[index]
-            book.stand(standing, view.load(index), length, alone=alone)
-            pace = book.pace.slowness
-            standing.slowness = usual if usual / ALIKE < pace < usual * ALIKE else pace
-            self._rates[index].renew(standing, costs, weights, length)
+            book.stand(standing, view.load(index), self.lengths.mean, alone=alone)
+            standing.slowness = self._slowness(book, usual)
+            self._rates[index] = self.rate(standing)
             free = standing.room.kv_tokens - standing.kv_tokens
             self.prefixes.trim(view.engines[index], int(free) // BLOCK)
         view.changes.clear()
 
     def _usual_pace(self) -> float:
         """That of the middle engine."""
-        paces = sorted(book.pace.slowness for book in self._books.values())
+        paces = sorted(filter(None, (book.pace.slowness for book in self._books.values())))
         return paces[len(paces) // 2] if paces else 1.0
+
+    @staticmethod
+    def _slowness(book: Backlog, usual: float) -> float:
+        """How many times as long an engine's steps last as those of the middle one."""
+        slowness = (book.pace.slowness or usual) / usual
+        return 1.0 if 1.0 / ALIKE < slowness < ALIKE else slowness
 
     def _book(self, index: int, view: LoadView) -> Backlog:
         engine = view.engines[index]
         if (book := self._books.get(engine)) is None:
-            room = getattr(view.load(index), "room", None)
-            book = self._books[engine] = Backlog(room or UNKNOWN_ROOM)
+            load = view.load(index)
+            book = self._books[engine] = Backlog(load.room or UNKNOWN_ROOM)
+            if load.report is not None:  # of work that another policy gave it
+                book.hear(load.report)
         return book
 
     def _drop_ended_lives(self, view: LoadView) -> None:
@@ -267,7 +285,11 @@ class TtftPass:
         self._start = scan_start(view)
         self._standings = standings
         self._rates = rates
-        self._open = {index for index, rate in enumerate(rates) if rate.is_open}
+        self._open = {
+            index
+            for index, (each, rate) in enumerate(zip(standings, rates, strict=True))
+            if is_open(each, rate.free, policy.weights)
+        }
 
     @property
     def is_over(self) -> bool:
@@ -279,25 +301,30 @@ class TtftPass:
 
         Whoever is held closes that engine to all behind it: nobody passes it there.
         """
-        policy, rates = self._policy, self._rates
+        policy = self._policy
         if index is None:
-            index = policy.best(prospect, rates, self._start)
+            index = policy.best(prospect, self._rates, self._start)
         new, shared = policy.sizes(prospect, self._engines[index])
-        is_sent = index in self._open and rates[index].has_credit(prospect.prompt, new, shared)
-        self._reckon(index, prospect.prompt, new, shared)
-        if not is_sent or rates[index].prefill >= rates[index].window:
+        spare = self._rates[index].free - prospect.prompt + shared
+        sends = index in self._open and has_credit(
+            self._standings[index], policy.weights, new, spare
+        )
+        standing = self._reckon(index, prospect.prompt, new, shared)
+        if not sends or standing.prefill >= policy.weights.window * standing.room.tokens_per_step:
             self._open.discard(index)
-        return index if is_sent else None
+        return index if sends else None
 
-    def _reckon(self, index: int, prompt: int, new: int, shared: int) -> None:
+    def _reckon(self, index: int, prompt: int, new: int, shared: int) -> Standing:
         """For the rest of this pass, the engine has this one too."""
         before = self._standings[index]
-        self._standings[index] = standing = evolve(
-            before,
+        self._standings[index] = after = Standing(
+            room=before.room,
+            slowness=before.slowness,
             prefill=before.prefill + new,
             requests=before.requests + 1,
             context=before.context + prompt,
             growth=before.growth + self._policy.lengths.mean,
             kv_tokens=before.kv_tokens + prompt - shared,
         )
-        self._rates[index] = self._policy.rate(standing)
+        self._rates[index] = self._policy.rate(after)
+        return after
