@@ -147,6 +147,16 @@ class EngineMachine(RuleBasedStateMachine):
         for name in names:
             self.alive.pop(name, None)
 
+    @precondition(lambda self: self.count)
+    @rule(numbers=st.sets(st.integers(1, 10), min_size=1, max_size=3))
+    def take_back(self, numbers: set[int]) -> None:
+        names = [f"r{self.count + 1 - number}" for number in numbers]
+        waiting = set(self.core._scheduler.waiting)
+        taken = self.core.take_back(names)
+        assert set(taken) == waiting.intersection(names)  # and nobody in a step is among them
+        for name in taken:
+            del self.alive[name]
+
     @precondition(lambda self: self.batch is None)
     @rule()
     def schedule(self) -> None:
@@ -194,6 +204,10 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.core.check()
         scheduler = self.core._scheduler
+        report = self.core.report(0.0, self.core.work)
+        assert report.requests == len(self.alive)
+        assert 0 <= report.scheduled_tokens <= report.unprefilled_tokens
+        assert report.kv_tokens_used <= report.kv_tokens
         assert [*scheduler.running, *scheduler.waiting] == list(
             self.alive
         )  # first come first served
