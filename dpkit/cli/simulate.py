@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 @click.option("--jobs", type=click.IntRange(1), help="Runs side by side; default: one a core.")
 @click.option("--json", "json_to", type=click.Path(), metavar="OUT", help="Write results as JSON.")
-def command(
+def command(  # noqa: PLR0917 - click passes by keyword
     file: str | None,
     trace: str,
     policies: tuple[str, ...],
@@ -178,9 +178,8 @@ def _tail(findings: Sequence[Finding], wall_s: float) -> str:
 def progress_bars() -> Iterator[Progress]:
     """One bar a run on standard error; nothing where that is no terminal."""
     from rich.console import Console  # noqa: PLC0415 - costs `--help` too much
-    from rich.progress import BarColumn, MofNCompleteColumn  # noqa: PLC0415 - likewise
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415 - likewise  # noqa: PLC0415 - likewise
     from rich.progress import Progress as Bars  # noqa: PLC0415 - likewise
-    from rich.progress import TextColumn, TimeRemainingColumn  # noqa: PLC0415 - likewise
 
     console = Console(stderr=True)
     columns = (

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dpkit.config.schema import Config
-    from dpkit.simulate.traces import Trace
 
     Progress = Callable[[str, int, int], None]
 
@@ -69,12 +68,11 @@ def find_load(
     trace = scenario.trace
     if trace.users is not None:
         if load is not None:
-            raise ConfigError(
-                [
-                    f"--load {load:g}: {trace.name} is a closed loop of {trace.users} users, who "
-                    "make their load themselves; leave it out"
-                ]
+            problem = (
+                f"--load {load:g}: {trace.name} is a closed loop of {trace.users} users, who make "
+                "their load themselves; leave it out"
             )
+            raise ConfigError([problem])
         return scenario, Load(factor=1.0, offered_rps=0.0)
     if load is None and not trace.has_rate:
         load = LOAD_WITHOUT_RATE
