@@ -93,7 +93,7 @@ def read_trace(path: str | Path, *, rows: int | None = None, seed: int = 0) -> T
         ConfigError: it cannot be read, or a line is none; the message says which and why.
     """
     path = Path(path)
-    lines = _lines(path)
+    lines = read_lines(path)
     first = lines[0] if lines else ""
     read = next((read for begins, read in _FORMS.items() if first.startswith(begins)), None)
     if read is None:
@@ -111,12 +111,17 @@ def read_trace(path: str | Path, *, rows: int | None = None, seed: int = 0) -> T
     return Trace(name=path.name.partition(".")[0], asks=spread(asks, seed))
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file, which may be gzipped.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         raw = path.read_bytes()
         return (gzip.decompress(raw) if raw.startswith(_GZIP) else raw).decode().splitlines()
     except (OSError, EOFError, ValueError) as error:
-        raise ConfigError([f"{path}: the trace cannot be read: {error}"]) from error
+        raise ConfigError([f"{path}: it cannot be read: {error}"]) from error
 
 
 def _asks(
