@@ -28,7 +28,7 @@ class StepCost:
         touched = 1 - (1 - k/E) ** (n + T)                          of the experts; dense: 1
         weights = a + e * touched
         compute = a2 * touched + b * (n + T)
-        context = d * K + q * sum(prefill tokens * their context)
+        context = d * K + q * sum(prefill tokens * their context)    with d + d2 for d where T > 0
         step    = max(weights, compute) + c * n + context + host
 
     The weights are read once however many tokens share them, so few tokens cost `weights` and many
@@ -45,6 +45,7 @@ class StepCost:
     a2_ms: float = 0.0  # floor of a compute-bound step
     e_ms: float = 0.0  # mixture of experts only: reading all experts
     experts: tuple[int, int] = (1, 1)  # k of E a token; the tokens of a step touch ever more
+    d2_ns: float = 0.0  # beside d, in a step that also prefills: some kernels share badly
     host_ms: float = 0.0  # what the serving loop adds to the kernels
 
     def seconds(
@@ -63,7 +64,8 @@ class StepCost:
         touched = 1.0 - (1.0 - chosen / total) ** tokens
         weights_ms = self.a_ms + self.e_ms * touched
         compute_ms = self.a2_ms * touched + self.b_us * tokens / 1e3
-        context_ms = (self.d_ns * decode_context + self.q_ns * prefill_context) / 1e6
+        d_ns = self.d_ns + self.d2_ns if prefill_tokens else self.d_ns
+        context_ms = (d_ns * decode_context + self.q_ns * prefill_context) / 1e6
         bound_ms = max(weights_ms, compute_ms)
         return (bound_ms + self.c_us * decodes / 1e3 + context_ms + self.host_ms) / 1e3
 

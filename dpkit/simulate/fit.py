@@ -145,7 +145,7 @@ def _by_kind(steps: Sequence[Step], experts: tuple[int, int]) -> StepCost:
     a2, b, q = non_negative(
         [((1.0, step.prefill_tokens, step.attended), step.seconds) for step in prefills], 3
     )
-    return _cost((a, e, a2, b, c, d, q), experts)
+    return _cost((a, e, a2, b, c, d, 0.0, q), experts)
 
 
 def _refined(steps: Sequence[Step], cost: StepCost) -> StepCost:
@@ -156,17 +156,18 @@ def _refined(steps: Sequence[Step], cost: StepCost) -> StepCost:
         touched = _touched(experts, tokens)
         weights = cost.a_ms + cost.e_ms * touched
         compute = cost.a2_ms * touched + cost.b_us * tokens / 1e3
-        shared = (step.decodes, step.kv_tokens, step.attended)
+        mixed = step.kv_tokens if step.prefill_tokens else 0.0
+        shared = (step.decodes, step.kv_tokens, mixed, step.attended)
         own = (1.0, touched * (experts[1] > 1), 0.0, 0.0)
         if compute > weights:
             own = (0.0, 0.0, touched, tokens)
         rows.append(((*own, *shared), step.seconds))
-    return _cost(non_negative(rows, 7), experts)
+    return _cost(non_negative(rows, 8), experts)
 
 
 def _cost(seconds: Sequence[float], experts: tuple[int, int]) -> StepCost:
-    """Constants in the units in which they are published, from seconds: a, e, a2, b, c, d, q."""
-    a, e, a2, b, c, d, q = seconds
+    """From seconds to published units, in the order of a, e, a2, b, c, d, d2, q."""
+    a, e, a2, b, c, d, d2, q = seconds
     return StepCost(
         a_ms=a * 1e3,
         e_ms=e * 1e3,
@@ -174,6 +175,7 @@ def _cost(seconds: Sequence[float], experts: tuple[int, int]) -> StepCost:
         b_us=b * 1e6,
         c_us=c * 1e6,
         d_ns=d * 1e9,
+        d2_ns=d2 * 1e9,
         q_ns=q * 1e9,
         experts=experts,
     )
@@ -198,7 +200,7 @@ def fit_run(served: Sequence[Served]) -> Fit:
         abs(sum(map(_product, constants, terms)) / seconds - 1) for terms, seconds in rows
     )
     # The plain sum, in a form that takes the larger of two: there both begin with a.
-    cost = _cost((a, 0.0, a, b, max(0.0, c - b), d, q), (1, 1))
+    cost = _cost((a, 0.0, a, b, max(0.0, c - b), d, 0.0, q), (1, 1))
     return Fit(
         cost=cost,
         points=len(rows),
@@ -233,7 +235,7 @@ def non_negative(rows: Sequence[Row], width: int) -> list[float]:
     """Least squares of relative errors over factors of which none is negative.
 
     Every subset of the columns is solved by itself: the best solution without a negative factor is
-    the exact one, and seven columns have 127 subsets.
+    the exact one, and eight columns have 255 subsets.
 
     Args:
         rows: The columns of each equation, and what they should add up to.
