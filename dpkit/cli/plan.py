@@ -9,6 +9,7 @@ import click
 from attrs import evolve
 
 from dpkit.cli.simulate import make_scenario, progress_bars, write
+from dpkit.config.checks import BadValue
 from dpkit.config.units import parse_duration
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ def _time(option: str, text: str | None) -> float | None:
         return None
     try:
         return parse_duration(text)
-    except ValueError as error:
-        raise click.UsageError(f"{option} {text}: {error}") from error
+    except BadValue as error:
+        raise click.UsageError(f"{option}: {error.problem}") from error
 
 
 def _json(needs: Sequence[Need]) -> str:

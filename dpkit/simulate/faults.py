@@ -184,8 +184,16 @@ def _supervision(group: EngineGroupConfig, rank: int, plan: FaultPlan) -> Superv
     return evolve(group.supervision, intensity=1000, backoff=wait, backoff_max=wait, jitter=0.0)
 
 
+def strike(trouble: Trouble, model: FaultyModel) -> None:
+    """Let one thing go wrong with the engine that has this model, from its next step on."""
+    if trouble.factor is None:
+        model.inject(CRASH)
+    else:
+        model.always = Fault(FaultKind.SLOW, trouble.factor)
+
+
 async def befall(trouble: Trouble, model: FaultyModel, began: float) -> None:
-    """Let one thing go wrong at its moment, and be mended at the other.
+    """Strike at the moment, and mend what was slowed at the other.
 
     Args:
         trouble: Which.
@@ -193,10 +201,7 @@ async def befall(trouble: Trouble, model: FaultyModel, began: float) -> None:
         began: When the run began, on Trio's clock.
     """
     await trio.sleep_until(began + trouble.start_s)
-    if trouble.factor is None:
-        model.inject(CRASH)
-        return
-    model.always = Fault(FaultKind.SLOW, trouble.factor)
-    if trouble.end_s < math.inf:
+    strike(trouble, model)
+    if trouble.factor is not None and trouble.end_s < math.inf:
         await trio.sleep_until(began + trouble.end_s)
         model.always = None

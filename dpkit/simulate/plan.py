@@ -75,11 +75,8 @@ def least_engines(
     Raises:
         ConfigError: the config has several groups, and it is not said which is to grow.
     """
-    if len(scenario.config.engines) > 1:
-        problem = (
-            f"plan: the config has {len(scenario.config.engines)} groups of engines; leave one"
-        )
-        raise ConfigError([problem])
+    if (groups := len(scenario.config.engines)) > 1:
+        raise ConfigError([f"plan: the config has {groups} groups of engines; leave one of them"])
     scenario = with_policy(scenario, policy)
     results: dict[int, Result] = {}
 

@@ -19,7 +19,7 @@ from attrs import define, evolve, field, frozen
 from dpkit._trio import seeded_scheduler
 from dpkit.messages import SamplingParams
 from dpkit.nursery.cluster import open_cluster
-from dpkit.simulate.faults import FaultPlan, befall, prepared
+from dpkit.simulate.faults import FaultPlan, befall, prepared, strike
 from dpkit.simulate.meter import Life
 from dpkit.simulate.prompts import prompt_of
 from dpkit.simulate.watch import Watch
@@ -105,6 +105,8 @@ async def _main(
             nursery.start_soon(watch.run, cluster)
             began = trio.current_time()
             for trouble in scenario.faults.troubles:
+                if not trouble.start_s and trouble.factor is not None:
+                    strike(trouble, models[trouble.rank])  # before the first request
                 nursery.start_soon(befall, trouble, models[trouble.rank], began)
             await crowd.run()
             nursery.cancel_scope.cancel()
@@ -179,7 +181,7 @@ class Crowd:
         share = self.scenario.faults.abort_share
         if not share or self._rng.random() >= share:
             return math.inf
-        return 1 + int(self._rng.random() * ask.output_tokens)
+        return 1 + int(self._rng.random() * (ask.output_tokens - 1))
 
     def _on_end(self, answer: Answer) -> None:
         self.answers.append(answer)
