@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @click.option("--fault", "faults", multiple=True, metavar="PLAN", help="Such as kill:2@35%-65%.")
 @click.option("--jobs", type=click.IntRange(1), help="Runs side by side; default: one a core.")
 @click.option("--json", "json_to", type=click.Path(), metavar="OUT", help="Write results as JSON.")
+@click.option("--report", type=click.Path(), metavar="OUT", help="Write a page with plots.")
 def command(  # noqa: PLR0917 - click passes by keyword
     file: str | None,
     trace: str,
@@ -55,6 +56,7 @@ def command(  # noqa: PLR0917 - click passes by keyword
     faults: tuple[str, ...],
     jobs: int | None,
     json_to: str | None,
+    report: str | None,
 ) -> None:
     """Replay a trace through FILE's cluster on a virtual clock, under one policy or several.
 
@@ -87,9 +89,14 @@ def command(  # noqa: PLR0917 - click passes by keyword
     results = [finding.result for finding in findings]
     if json_to is not None:
         write(json_to, to_json(results))
-    click.echo(_head(scenario, found))
+    head, tail = _head(scenario, found), _tail(findings, wall_s)
+    if report is not None:
+        from dpkit.simulate.report import to_html  # noqa: PLC0415 - for those who ask
+
+        write(report, to_html(findings, title=head, tail=tail))
+    click.echo(head)
     click.echo(to_table(results), nl=False)
-    click.echo(_tail(findings, wall_s))
+    click.echo(tail)
 
 
 def make_scenario(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -60,6 +61,19 @@ def test_results_are_written_for_each_policy_with_these_keys(
     assert said.startswith("some: 40 requests, 2 engines of cost:h100-8b, 1 client, ")
     assert "80 requests, " in said
     assert not err
+
+
+def test_a_report_is_one_page_that_fetches_nothing(files: tuple[str, str], tmp_path: Path) -> None:
+    config, trace = files
+    page = tmp_path / "report.html"
+    policies = ["--policy", "inflight", "--policy", "random", "--jobs", "1"]
+    assert main(["simulate", config, "--trace", trace, *policies, "--report", str(page)]) == 0
+    text = page.read_text()
+    tree = ET.fromstring(text.partition("\n")[2].replace('<meta charset="utf-8">', ""))  # noqa: S314 - our own
+    assert len(list(tree.iter("{http://www.w3.org/2000/svg}polyline"))) == 2 + 2 + 2 + 4
+    assert {cell.text for cell in tree.iter("th")} >= {"inflight", "random"}
+    assert not {"src", "href"} & {name for each in tree.iter() for name in each.attrib}
+    assert "<script" not in text
 
 
 def test_a_load_rows_and_engines_are_as_asked(
