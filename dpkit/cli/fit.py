@@ -12,7 +12,10 @@ import click
 @click.option("--experts", metavar="K/E", help="Of a mixture of experts: each token uses K of E.")
 @click.option("--host-ms", type=click.FloatRange(0), default=0.0, help="Added to each step.")
 @click.option("--kv-tokens", type=click.IntRange(1), help="What the card holds.")
-def command(file: str, experts: str | None, host_ms: float, kv_tokens: int | None) -> None:
+@click.option("--engines", type=click.IntRange(1), default=1, help="That shared a run's requests.")
+def command(
+    file: str, experts: str | None, host_ms: float, kv_tokens: int | None, engines: int
+) -> None:
     """Fit the costs of a step to FILE and print them as TOML, with their error.
 
     FILE is a table of measured steps (prefill_tokens, prefill_context, decode_seqs, kv_tokens,
@@ -31,7 +34,7 @@ def command(file: str, experts: str | None, host_ms: float, kv_tokens: int | Non
     served = [each for each in measured if not isinstance(each, Step)]
     try:
         if served or not steps:
-            fit = fit_run(served)
+            fit = fit_run(served, engines=engines)
         else:
             fit = fit_steps(steps, experts=_experts(experts), host_ms=host_ms)
     except ValueError as error:

@@ -181,12 +181,16 @@ def _cost(seconds: Sequence[float], experts: tuple[int, int]) -> StepCost:
     )
 
 
-def fit_run(served: Sequence[Served]) -> Fit:
-    """Fit the log of one engine's run.
+def fit_run(served: Sequence[Served], *, engines: int = 1) -> Fit:
+    """Fit the log of a run.
 
     A request of O tokens decodes for O - 1 steps, of which each costs a + c*n + d*K, and beside
     which the prompts of others are computed at b a token and q for what it attends to. The error is
     that of these decoding times.
+
+    Args:
+        served: At least one with two tokens.
+        engines: How many shared the requests evenly; the log does not say who had which.
 
     Raises:
         ValueError: no request has two tokens.
@@ -194,7 +198,7 @@ def fit_run(served: Sequence[Served]) -> Fit:
     decoding = [each for each in served if each.output_tokens > 1 and each.last_s > each.first_s]
     if not decoding:
         raise ValueError("no request has the two tokens from which a step can be told")
-    rows = [(_beside(each, served), each.last_s - each.first_s) for each in decoding]
+    rows = [(_beside(each, served, engines), each.last_s - each.first_s) for each in decoding]
     a, b, c, d, q = constants = non_negative(rows, 5)
     errors = sorted(
         abs(sum(map(_product, constants, terms)) / seconds - 1) for terms, seconds in rows
@@ -213,7 +217,7 @@ def _product(one: float, other: float) -> float:
     return one * other
 
 
-def _beside(own: Served, served: Sequence[Served]) -> tuple[float, ...]:
+def _beside(own: Served, served: Sequence[Served], engines: int) -> tuple[float, ...]:
     """What a request's decoding time is made of: steps, prefill, decodes, context, attention."""
     start, end = own.first_s, own.last_s
     steps, span = own.output_tokens - 1, end - start
@@ -228,7 +232,8 @@ def _beside(own: Served, served: Sequence[Served]) -> tuple[float, ...]:
             part = shared / max(other.first_s - other.scheduled_s, 1e-9)
             prefill += part * other.prompt_tokens
             attended += part * other.prompt_tokens**2 / 2
-    return steps, prefill, steps * decodes, steps * context, attended
+    shares = (prefill, steps * decodes, steps * context, attended)
+    return steps, *(share / engines for share in shares)
 
 
 def non_negative(rows: Sequence[Row], width: int) -> list[float]:
