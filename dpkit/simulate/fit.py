@@ -123,7 +123,8 @@ def _mean_error(cost: StepCost, steps: Sequence[Step]) -> float:
 
 def _touched(experts: tuple[int, int], tokens: float) -> float:
     chosen, total = experts
-    return 1.0 - (1.0 - chosen / total) ** tokens
+    share: float = (1.0 - chosen / total) ** tokens
+    return 1.0 - share
 
 
 def _by_kind(steps: Sequence[Step], experts: tuple[int, int]) -> StepCost:
@@ -275,7 +276,8 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
     size = len(right)
     rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
     for column in range(size):
-        pivot = max(range(column, size), key=lambda i, at=column: abs(rows[i][at]))
+        sizes = [abs(row[column]) for row in rows]
+        pivot = sizes.index(max(sizes[column:]), column)
         if abs(rows[pivot][column]) < 1e-12:
             return None
         rows[column], rows[pivot] = rows[pivot], rows[column]
