@@ -16,11 +16,11 @@ from dpkit.abc import Model
 from dpkit.costmodel import PRESETS, Preset, StepCost, parse_preset
 from dpkit.engine.models.echo import certain, echo_token
 from dpkit.errors import ModelNotFound, ModelUnsupported
-from dpkit.messages import ModelSpec
+from dpkit.messages import ModelSpec, StepResult
 from dpkit.text.bytes import ByteTokenizer
 
 if TYPE_CHECKING:
-    from dpkit.messages import Batch, StepResult
+    from dpkit.messages import Batch
 
 
 class CostModel(Model):
@@ -50,8 +50,11 @@ class CostModel(Model):
 
     def execute(self, batch: Batch, cache: Any) -> StepResult:  # noqa: ARG002 - it has none
         """Sample by echo; the duration is the preset's."""
-        result = certain(batch, [echo_token(row) for row in batch.rows])
-        return evolve(result, duration_s=step_seconds(self.cost, batch))
+        sampled = [echo_token(row) for row in batch.rows]
+        duration_s = step_seconds(self.cost, batch)
+        if any(row.sampling.logprobs is not None or row.scored for row in batch.rows):
+            return evolve(certain(batch, sampled), duration_s=duration_s)
+        return StepResult(sampled=sampled, duration_s=duration_s)
 
 
 def _built_in(preset: str) -> Preset:
