@@ -9,7 +9,7 @@ import gc
 import math
 import random
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -17,6 +17,7 @@ import trio.testing
 from attrs import define, evolve, field, frozen
 
 from dpkit._trio import seeded_scheduler
+from dpkit.errors import ClusterClosed
 from dpkit.messages import SamplingParams
 from dpkit.nursery.cluster import open_cluster
 from dpkit.simulate.faults import FaultPlan, befall, prepared, strike
@@ -191,4 +192,5 @@ class Crowd:
             self.ended_at = self.now()
             self._done.set()
         elif self.scenario.trace.users is not None:
-            self._ask_next()
+            with suppress(ClusterClosed):  # interrupted: nobody is to ask again
+                self._ask_next()
