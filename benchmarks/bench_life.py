@@ -1,8 +1,8 @@
 """How near simulations are to life: real runs of vLLM, and closed loops of a real server.
 
-``python benchmarks/bench_life.py CALIBRATION``, a folder with step tables (``steps-*.csv``), logs of
-runs (``runs/*.csv.gz``) and measured serving points (``serving.csv``). Presets come from step tables
-alone, or from the run's own log; docs/simulate.md has the figures and says where the files are from.
+``python benchmarks/bench_life.py CALIBRATION``, a folder with step tables (``steps-*.csv``), logs
+of runs (``runs/*.csv.gz``) and measured serving points (``serving.csv``). Presets come from step
+tables alone, or from the run's own log; docs/simulate.md has the figures, and the sources.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def serving(points: Path) -> None:
     config = simulated(parse_config('[[engines]]\nmodel = "cost:h100-8b"\n'))
     errors = []
     for row in csv.DictReader(points.open()):
-        if (row["model"], row["gpu"], row["precision"]) != ("llama-3.1-8b", "h100", "bf16"):
+        if (row["model"], row["gpu"], row["tp"]) != ("llama-3.1-8b", "h100", "1"):
             continue
         users = int(row["concurrency"])
         prompt, output = int(row["prompt_tokens"]), int(row["output_tokens"])

@@ -131,6 +131,12 @@ def with_faults(scenario: Scenario, texts: Sequence[str]) -> Scenario:
 
     engines = sum(group.count for group in scenario.config.engines)
     plan = parse_faults(texts, span_s=scenario.trace.span_s, engines=engines)
+    dies = any(trouble.factor is None for trouble in plan.troubles)
+    if dies and scenario.config.coordinator.wave_coordination:
+        problem = (
+            "--fault kill: engines that step together (wave_coordination) cannot be killed here"
+        )
+        raise ConfigError([problem])
     return evolve(scenario, faults=plan)
 
 

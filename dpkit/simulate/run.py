@@ -21,6 +21,7 @@ from dpkit.errors import ClusterClosed
 from dpkit.messages import SamplingParams
 from dpkit.nursery.cluster import open_cluster
 from dpkit.simulate.faults import FaultPlan, befall, prepared, strike
+from dpkit.simulate.lockstep import step_together
 from dpkit.simulate.meter import Life
 from dpkit.simulate.prompts import prompt_of
 from dpkit.simulate.watch import Watch
@@ -100,6 +101,8 @@ async def _main(
     on_progress: Callable[[int], None],
 ) -> Outcome:
     async with open_cluster(scenario.config, clients=scenario.clients) as cluster:
+        if scenario.config.coordinator.wave_coordination:
+            step_together(cluster)
         crowd = Crowd(scenario, cluster, now, on_progress)
         watch = Watch()
         async with trio.open_nursery() as nursery:

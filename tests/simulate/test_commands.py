@@ -103,6 +103,13 @@ def test_a_workload_brings_its_own_engines(capsys: pytest.CaptureFixture[str]) -
         ),
         (["--trace", "micro-long", "--policy", "best"], "there is no policy 'best'"),
         (["--trace", "micro-long", "--fault", "x"], "--fault 'x': no such fault"),
+        (
+            [
+                *["--trace", "micro-long", "--set", "coordinator.wave_coordination=true"],
+                *["--fault", "kill:0@1s-2s"],
+            ],
+            "--fault kill: engines that step together (wave_coordination) cannot be killed here",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_told(

@@ -185,3 +185,23 @@ def test_the_table_has_a_column_for_each_policy() -> None:
     table = to_table([finding.result for finding in findings], width=80)
     assert table.splitlines()[0].split() == ["inflight", "round_robin"]
     assert "TTFT p99" in table
+
+
+def test_engines_that_step_together_wait_for_the_slowest() -> None:
+    asks = [(0.0, 8_000, 1), (0.0, 100, 11)]
+    alone = run(scenario_of(*asks)).answers
+    text = "[coordinator]\nwave_coordination = true\n"
+    outcome = run(scenario_of(*asks, text=text))
+    together = outcome.answers
+    assert together[0].ttft_s == pytest.approx(alone[0].ttft_s)
+    assert alone[1].e2e_s < alone[0].ttft_s / 2
+    assert together[1].e2e_s > together[0].ttft_s  # from its second token on
+    assert all(answer.is_whole for answer in together)
+    assert outcome.duration_s < 1.0
+
+
+def test_lockstep_runs_repeat_and_end() -> None:
+    text = "[coordinator]\nwave_coordination = true\n"
+    asks = [(0.3 * n, 400 + 900 * (n % 3), 5 + n % 9) for n in range(30)]
+    scenario = scenario_of(*asks, engines=3, text=text)
+    assert run(scenario).answers == run(scenario).answers
