@@ -41,10 +41,8 @@ def prospect_of(request: GenerateRequest) -> Prospect:
     if request.output_token_ids:  # of an earlier life: computed like a prompt
         token_ids += request.output_token_ids
     chain: Sequence[int] = ()
-    if (count := len(token_ids)) > BLOCK:
+    if (count := len(token_ids)) >= BLOCK:
         chain = make_chain(token_ids, salt=request.cache_salt)
-        if not count % BLOCK:  # the last token is always computed
-            chain = chain[:-1]
     return Prospect(request, count, chain)
 
 
@@ -80,7 +78,10 @@ class Books:
     def hits(self, prospect: Prospect) -> Mapping[EngineId, int]:
         """How many blocks of a prompt each engine has cached."""
         if prospect.version != self.prefixes.version:
-            prospect.hits = self.prefixes.hits(prospect.chain) if prospect.chain else {}
+            chain = prospect.chain
+            if prospect.prompt == len(chain) * BLOCK:  # its last token is always computed
+                chain = chain[:-1]
+            prospect.hits = self.prefixes.hits(chain) if chain else {}
             prospect.version = self.prefixes.version
         return prospect.hits
 

@@ -21,7 +21,7 @@ from dpkit.balancer.ttft import Standing
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dpkit.abc import EngineLoad, End, LoadView
+    from dpkit.abc import End, EngineLoad, LoadView
     from dpkit.balancer.books import Prospect
     from dpkit.messages import EngineId, GenerateRequest
 
