@@ -207,13 +207,33 @@ def test_a_full_engine_takes_no_more_though_it_has_nothing_to_prefill() -> None:
 
 def test_growth_is_reserved_before_somebody_is_let_in() -> None:
     client = Late(1)
-    placement = client.send(10)
-    client.send(10)
+    placement, young, old = client.send(10), client.send(10), client.send(10)
     client.dispatch.release(placement, (0,) * 400, finished=True)  # so long are answers
-    # 50,000 hold 49,000, and half of the 399 that the other one still writes, and half of 400.
-    client.report(0, requests=1, generated_tokens=1, kv_tokens_used=49_000)
-    assert client.decide(601) == [None]
-    assert client.decide(600) == [0]
+    client.report(0, requests=2, steps=99)
+    client.dispatch.on_answered(old)
+    client.report(0, requests=2, steps=899)
+    client.dispatch.on_answered(young)
+    # 50,000 hold 49,500. The old one is longer than answers are. Half is kept free of the 300 that
+    # the young one has to come after 100 steps, and of the 400 of the new one.
+    client.report(0, requests=2, steps=1000, kv_tokens_used=49_500)
+    assert client.decide(151) == [None]
+    assert client.decide(150) == [0]
+
+
+def test_of_those_that_ended_no_growth_is_expected() -> None:
+    client = Late(1)
+    placements = [client.send(10) for _ in range(3)]
+    client.report(0, requests=3)
+    for placement in placements:
+        client.dispatch.on_answered(placement)
+    client.dispatch.release(placements[1])
+    client.report(0, requests=2, steps=11)
+    client.policy.open_pass(client.view)
+    assert client.policy._standings[0].growth == 2 * (200.0 - 9)
+    for placement in placements:
+        client.dispatch.release(placement)
+    client.policy.open_pass(client.view)
+    assert client.policy._standings[0].growth == 0.0
 
 
 def test_shared_blocks_need_no_room() -> None:
@@ -353,3 +373,4 @@ def test_books_stay_right_whatever_happens() -> None:
     assert not client.policy.books._sent
     for book in client.policy.books:
         assert (book._live, book._prompts, book._pending, book._pending_room) == (0, 0, 0, 0)
+        assert (book._answered, book._youngs, book._youngs_at) == (0, 0, 0)
