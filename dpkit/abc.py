@@ -102,6 +102,10 @@ class EngineLoad(Protocol):
     """
 
     @property
+    def engine(self) -> EngineId:
+        """Which incarnation."""
+
+    @property
     def inflight(self) -> int:
         """This client's unfinished requests."""
 

@@ -195,8 +195,7 @@ class StartWave:
     engine_index: int | None
 
 
-@frozen(kw_only=True)
-class BatchRow:
+class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     """One request's share of one step. Its sequences are to be read, and only while that runs."""
 
     request_id: str

@@ -37,6 +37,8 @@ class Sent:
     chain: Sequence[int] = ()  # its blocks, as the prefix index names them
     is_pending: bool = True  # no report and no output speaks of it yet
     has_ended: bool = False
+    answered_at: int = 0  # steps of the engine by then
+    is_young: bool = False  # answered, and not as long yet as answers are
 
 
 @define(eq=False)
@@ -53,6 +55,10 @@ class Backlog:
     _pending_new: int = 0
     _pending_prompts: int = 0
     _pending_room: int = 0
+    _answered: int = 0  # live ones
+    _young: deque[Sent] = field(factory=deque)  # the oldest first, those that ended among them
+    _youngs: int = 0  # live ones; and when they were answered:
+    _youngs_at: int = 0
 
     def add(self, sent: Sent) -> None:
         """A request goes there now."""
@@ -65,9 +71,18 @@ class Backlog:
         self._pending_room += sent.prompt - sent.shared
 
     def answered(self, sent: Sent) -> None:
-        """Its first output came: its prompt is read."""
+        """Its first output came: its prompt is read. From now on it grows by a token a step."""
         self._settle(sent)
         self._forget_settled()
+        if sent.has_ended or sent.answered_at:
+            return
+        self._answered += 1
+        sent.answered_at = 1 + (0 if self.report is None else self.report.steps)
+        if self.report is not None:
+            sent.is_young = True
+            self._young.append(sent)
+            self._youngs += 1
+            self._youngs_at += sent.answered_at
 
     def remove(self, sent: Sent) -> None:
         """It is not there any more. Idempotent."""
@@ -76,6 +91,8 @@ class Backlog:
         sent.has_ended = True
         self._live -= 1
         self._prompts -= sent.prompt
+        self._answered -= bool(sent.answered_at)
+        self._age(sent)
         self._settle(sent)
         self._forget_settled()
 
@@ -121,15 +138,34 @@ class Backlog:
             under_way = min(unread, max(1, self.room.tokens_per_step - decodes))
         standing.prefill = unread - under_way + self._pending_new
         standing.context = report.context_tokens + unread + self._pending_prompts
-        standing.growth = max(0.0, counted * length - report.generated_tokens)
+        standing.growth = self._growth(report.steps, counted, length)
         # Whoever runs holds blocks for all its prompt; those that wait have none yet.
         unplaced = unread if report.waiting else 0
         standing.kv_tokens = report.kv_tokens_used + unplaced + self._pending_room
 
+    def _growth(self, steps: int, counted: int, length: float) -> float:
+        """Output still to come, if each answer that is not as long yet becomes as long as others.
+
+        Who has grown beyond that adds nothing, nor does it take from what the others need.
+        """
+        young = self._young
+        while young and (not young[0].is_young or steps - young[0].answered_at >= length):
+            self._age(young.popleft())
+        of_young = self._youngs * (length - steps) + self._youngs_at
+        unanswered = (self._live - self._answered) * length
+        of_others = max(0, counted - self._live) * HALF * length
+        return of_young + unanswered + of_others
+
+    def _age(self, sent: Sent) -> None:
+        if sent.is_young:
+            sent.is_young = False
+            self._youngs -= 1
+            self._youngs_at -= sent.answered_at
+
     def _stand_by_ledger(self, standing: Standing, load: EngineLoad, length: float) -> None:
         standing.requests = load.inflight + load.others
         standing.prefill = self._pending_new
-        written = HALF * length * (self._live - self._pending)
+        written = HALF * length * self._answered
         standing.context = self._prompts + written
         standing.growth = max(0.0, self._live * length - written)
         used = load.kv_cache_usage * self.room.kv_tokens

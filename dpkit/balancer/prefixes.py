@@ -68,6 +68,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._where)
 
+    def size(self, engine: EngineId) -> int:
+        """How many blocks an engine has."""
+        cache = self._caches.get(engine)
+        return 0 if cache is None else len(cache.holders) + len(cache.idle)
+
     def forget(self, engine: EngineId) -> None:
         """A life is over, and its cache with it; unknown ones are ignored."""
         if (cache := self._caches.pop(engine, None)) is not None:

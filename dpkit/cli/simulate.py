@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from attrs import evolve
 
 from dpkit.cli.words import plural
 from dpkit.config.load import load_config
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--stats-interval", metavar="TIME", help="Of the coordinator, such as 100ms.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
+@click.option("--fault", "faults", multiple=True, metavar="PLAN", help="Such as kill:2@35%-65%.")
 @click.option("--jobs", type=click.IntRange(1), help="Runs side by side; default: one a core.")
 @click.option("--json", "json_to", type=click.Path(), metavar="OUT", help="Write results as JSON.")
-def command(
+@click.option("--report", type=click.Path(), metavar="OUT", help="Write a page with plots.")
+def command(  # noqa: PLR0917 - click passes by keyword
     file: str | None,
     trace: str,
     policies: tuple[str, ...],
@@ -50,14 +53,18 @@ def command(
     seed: int,
     stats_interval: str | None,
     overrides: tuple[str, ...],
+    faults: tuple[str, ...],
     jobs: int | None,
     json_to: str | None,
+    report: str | None,
 ) -> None:
     """Replay a trace through FILE's cluster on a virtual clock, under one policy or several.
 
     Engines are simulated by their models' measured costs (`model = "cost:PRESET"`); all else is
     what `dpkit run` runs. T is a trace file (CSV, Mooncake's JSONL, Azure's CSV; gzipped or not) or
-    the name of a synthetic workload, which needs no FILE.
+    the name of a synthetic workload, which needs no FILE. A fault is `kill:ENGINE@FROM-TO`,
+    `slow:ENGINE,ENGINE*FACTOR@FROM-TO` or `abort:SHARE`, with moments as `35%` of the trace or
+    `90s`.
     """
     from dpkit.simulate.study import compare, find_load  # noqa: PLC0415 - Trio, for --help
     from dpkit.simulate.table import to_json, to_table  # noqa: PLC0415 - likewise
@@ -75,15 +82,21 @@ def command(
     names = tuple(dict.fromkeys(policies)) or (scenario.config.balancer.policy,)
     with progress_bars() as on_progress:
         scenario, found = find_load(scenario, load, on_progress)
+        scenario = with_faults(scenario, faults)
         began = time.perf_counter()
         findings = compare(scenario, names, jobs=jobs, on_progress=on_progress)
         wall_s = time.perf_counter() - began
     results = [finding.result for finding in findings]
     if json_to is not None:
         write(json_to, to_json(results))
-    click.echo(_head(scenario, found))
+    head, tail = _head(scenario, found), _tail(findings, wall_s)
+    if report is not None:
+        from dpkit.simulate.report import to_html  # noqa: PLC0415 - for those who ask
+
+        write(report, to_html(findings, title=head, tail=tail))
+    click.echo(head)
     click.echo(to_table(results), nl=False)
-    click.echo(_tail(findings, wall_s))
+    click.echo(tail)
 
 
 def make_scenario(
@@ -110,6 +123,21 @@ def make_scenario(
     config = simulated(_config(file, trace, overrides), engines=engines, seed=seed)
     asks = _trace(trace, rows, seed).clipped(smallest_kv(config))
     return Scenario(config=config, trace=asks, clients=clients, seed=seed)
+
+
+def with_faults(scenario: Scenario, texts: Sequence[str]) -> Scenario:
+    """Let things go wrong, at moments of the trace as it is replayed."""
+    from dpkit.simulate.faults import parse_faults  # noqa: PLC0415 - likewise
+
+    engines = sum(group.count for group in scenario.config.engines)
+    plan = parse_faults(texts, span_s=scenario.trace.span_s, engines=engines)
+    dies = any(trouble.factor is None for trouble in plan.troubles)
+    if dies and scenario.config.coordinator.wave_coordination:
+        problem = (
+            "--fault kill: engines that step together (wave_coordination) cannot be killed here"
+        )
+        raise ConfigError([problem])
+    return evolve(scenario, faults=plan)
 
 
 def _config(file: str | None, trace: str, overrides: Sequence[str]) -> Config:
@@ -178,9 +206,8 @@ def _tail(findings: Sequence[Finding], wall_s: float) -> str:
 def progress_bars() -> Iterator[Progress]:
     """One bar a run on standard error; nothing where that is no terminal."""
     from rich.console import Console  # noqa: PLC0415 - costs `--help` too much
-    from rich.progress import BarColumn, MofNCompleteColumn  # noqa: PLC0415 - likewise
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
     from rich.progress import Progress as Bars  # noqa: PLC0415 - likewise
-    from rich.progress import TextColumn, TimeRemainingColumn  # noqa: PLC0415 - likewise
 
     console = Console(stderr=True)
     columns = (

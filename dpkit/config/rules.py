@@ -179,7 +179,7 @@ def _seconds(table: Table, key: str, default: float) -> float | None:
 
 def has_weights(model: str) -> bool:
     """Whether dpkit itself loads weights: neither ``echo`` nor ``cost:PRESET`` nor your class."""
-    return "/" in model or not (model == "echo" or ":" in model)
+    return not model.startswith("cost:") and ("/" in model or not (model == "echo" or ":" in model))
 
 
 def _family(model: str) -> str:

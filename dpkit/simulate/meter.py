@@ -7,12 +7,12 @@ numbers (`dpkit.simulate.measures`).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import define, field
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable
 
     from dpkit.messages import EngineOutput

@@ -9,28 +9,32 @@ import gc
 import math
 import random
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import trio
 import trio.testing
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from dpkit._trio import seeded_scheduler
+from dpkit.errors import ClusterClosed
 from dpkit.messages import SamplingParams
 from dpkit.nursery.cluster import open_cluster
+from dpkit.simulate.faults import FaultPlan, befall, prepared, strike
+from dpkit.simulate.lockstep import step_together
 from dpkit.simulate.meter import Life
 from dpkit.simulate.prompts import prompt_of
 from dpkit.simulate.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from dpkit.config.schema import Config
     from dpkit.nursery.client import Client
     from dpkit.nursery.cluster import Cluster
     from dpkit.simulate.meter import Answer
     from dpkit.simulate.traces import Ask, Trace
+    from dpkit.testing.faults import FaultyModel
 
 
 @frozen(kw_only=True)
@@ -42,8 +46,7 @@ class Scenario:
     trace: Trace
     clients: int = 1
     seed: int = 0
-    abort_share: float = 0.0
-    """Share of the requests whose readers leave in the midst of the answer."""
+    faults: FaultPlan = field(factory=FaultPlan)
 
 
 @frozen(kw_only=True)
@@ -71,8 +74,13 @@ def run(scenario: Scenario, *, on_progress: Callable[[int], None] = lambda _: No
         What `open_cluster` raises. Not for use inside a Trio run: it starts its own.
     """
     clock = trio.testing.MockClock(autojump_threshold=0)
-    with seeded_scheduler(scenario.seed), seldom_collected():
-        return trio.run(_main, scenario, clock.current_time, on_progress, clock=clock)
+    with (
+        prepared(scenario.config, scenario.faults) as (config, models),
+        seeded_scheduler(scenario.seed),
+        seldom_collected(),
+    ):
+        scenario = evolve(scenario, config=config)
+        return trio.run(_main, scenario, models, clock.current_time, on_progress, clock=clock)
 
 
 @contextmanager
@@ -87,14 +95,23 @@ def seldom_collected() -> Iterator[None]:
 
 
 async def _main(
-    scenario: Scenario, now: Callable[[], float], on_progress: Callable[[int], None]
+    scenario: Scenario,
+    models: Mapping[int, FaultyModel],
+    now: Callable[[], float],
+    on_progress: Callable[[int], None],
 ) -> Outcome:
     async with open_cluster(scenario.config, clients=scenario.clients) as cluster:
+        if scenario.config.coordinator.wave_coordination:
+            step_together(cluster)
         crowd = Crowd(scenario, cluster, now, on_progress)
         watch = Watch()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch.run, cluster)
             began = trio.current_time()
+            for trouble in scenario.faults.troubles:
+                if not trouble.start_s and trouble.factor is not None:
+                    strike(trouble, models[trouble.rank])  # before the first request
+                nursery.start_soon(befall, trouble, models[trouble.rank], began)
             await crowd.run()
             nursery.cancel_scope.cancel()
         statistics = cluster.statistics()
@@ -165,10 +182,10 @@ class Crowd:
         return clients[0] if len(clients) == 1 else self._rng.choice(clients)
 
     def _patience(self, ask: Ask) -> float:
-        share = self.scenario.abort_share
+        share = self.scenario.faults.abort_share
         if not share or self._rng.random() >= share:
             return math.inf
-        return 1 + int(self._rng.random() * ask.output_tokens)
+        return 1 + int(self._rng.random() * (ask.output_tokens - 1))
 
     def _on_end(self, answer: Answer) -> None:
         self.answers.append(answer)
@@ -178,4 +195,5 @@ class Crowd:
             self.ended_at = self.now()
             self._done.set()
         elif self.scenario.trace.users is not None:
-            self._ask_next()
+            with suppress(ClusterClosed):  # interrupted: nobody is to ask again
+                self._ask_next()

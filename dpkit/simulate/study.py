@@ -6,11 +6,9 @@ a run depends on nothing but its scenario, so where it happens changes nothing.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
@@ -18,6 +16,7 @@ from dpkit.balancer.policies import load_policy
 from dpkit.errors import ConfigError
 from dpkit.simulate.capacity import capacity_rps
 from dpkit.simulate.measures import Objectives, Result, measure, prefill_alone
+from dpkit.simulate.pool import run_side_by_side
 from dpkit.simulate.run import Outcome, Scenario, run
 from dpkit.simulate.settings import costs_of
 
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dpkit.config.schema import Config
-    from dpkit.simulate.traces import Trace
 
     Progress = Callable[[str, int, int], None]
 
-_LOOK_S = 0.1
 _PER_MESSAGE = 16
 """Ended requests between two words on progress: the bar needs no more."""
 
@@ -69,12 +66,11 @@ def find_load(
     trace = scenario.trace
     if trace.users is not None:
         if load is not None:
-            raise ConfigError(
-                [
-                    f"--load {load:g}: {trace.name} is a closed loop of {trace.users} users, who "
-                    "make their load themselves; leave it out"
-                ]
+            problem = (
+                f"--load {load:g}: {trace.name} is a closed loop of {trace.users} users, who make "
+                "their load themselves; leave it out"
             )
+            raise ConfigError([problem])
         return scenario, Load(factor=1.0, offered_rps=0.0)
     if load is None and not trace.has_rate:
         load = LOAD_WITHOUT_RATE
@@ -132,7 +128,12 @@ def compare(
             find(each, objectives, lambda ended, p=policy: on_progress(p, ended, total))  # type: ignore[misc]
             for each, policy in zip(scenarios, policies, strict=True)
         ]
-    return _side_by_side(scenarios, policies, jobs, objectives, on_progress)
+    return run_side_by_side(
+        f"{__name__}:{find_aside.__name__}",
+        [(each, objectives) for each in scenarios],
+        at_once=jobs,
+        tell=lambda place, ended: on_progress(policies[place], ended, total),
+    )
 
 
 def find(
@@ -148,49 +149,13 @@ def find(
     return Finding(result=result, outcome=outcome, wall_s=wall_s)
 
 
-_counts: Any = None
-"""In a worker process: how far each run is, for its parent to read."""
+def find_aside(
+    scenario: Scenario, objectives: Objectives | None, tell: Callable[[int], None]
+) -> Finding:
+    """`find`, for a process of its own: not every end is worth a word."""
 
-
-def _share(counts: Any) -> None:
-    global _counts  # noqa: PLW0603 - the one way in which a pool hands shared memory to its workers
-    _counts = counts
-
-
-def _find_in_worker(index: int, scenario: Scenario, objectives: Objectives | None) -> Finding:
-    def tell(ended: int) -> None:
+    def seldom(ended: int) -> None:
         if ended % _PER_MESSAGE == 0:
-            _counts[index] = ended
+            tell(ended)
 
-    return find(scenario, objectives, tell)
-
-
-def _side_by_side(
-    scenarios: Sequence[Scenario],
-    policies: Sequence[str],
-    jobs: int,
-    objectives: Objectives | None,
-    on_progress: Progress,
-) -> list[Finding]:
-    # Spawned, not forked: a run must not depend on what its parent has done before.
-    context = multiprocessing.get_context("spawn")
-    counts = context.RawArray("q", len(policies))
-    with ProcessPoolExecutor(jobs, context, initializer=_share, initargs=(counts,)) as pool:
-        try:
-            futures = [
-                pool.submit(_find_in_worker, index, scenario, objectives)
-                for index, scenario in enumerate(scenarios)
-            ]
-            pending = set(futures)
-            while pending:
-                done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
-                for policy, ended in zip(policies, counts, strict=True):
-                    on_progress(policy, ended, len(scenarios[0].trace.asks))
-                for future in done:
-                    future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(pool._processes.values()):  # noqa: SLF001 - a run hears of nothing else
-                process.terminate()
-            raise
-        return [future.result() for future in futures]
+    return find(scenario, objectives, seldom)

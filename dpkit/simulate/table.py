@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from dpkit.simulate.measures import Result
 
 
-def _seconds(value: float) -> str:
+def show_seconds(value: float) -> str:
+    """A time, in three digits."""
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
@@ -20,12 +21,12 @@ def _share(value: float) -> str:
 
 
 COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "ttft_p50_s": ("TTFT p50", _seconds),
-    "ttft_p99_s": ("TTFT p99", _seconds),
-    "ttft_mean_s": ("TTFT mean", _seconds),
-    "itl_p99_s": ("ITL p99", _seconds),
-    "tpot_p99_s": ("TPOT p99", _seconds),
-    "e2e_p99_s": ("e2e p99", _seconds),
+    "ttft_p50_s": ("TTFT p50", show_seconds),
+    "ttft_p99_s": ("TTFT p99", show_seconds),
+    "ttft_mean_s": ("TTFT mean", show_seconds),
+    "itl_p99_s": ("ITL p99", show_seconds),
+    "tpot_p99_s": ("TPOT p99", show_seconds),
+    "e2e_p99_s": ("e2e p99", show_seconds),
     "throughput_rps": ("requests/s", lambda value: f"{value:.3g}"),
     "goodput": ("goodput", _share),
     "preemptions": ("preempted", lambda value: f"{value:.0f}"),

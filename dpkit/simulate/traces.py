@@ -12,6 +12,7 @@ import gzip
 import json
 import random
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,17 +93,16 @@ def read_trace(path: str | Path, *, rows: int | None = None, seed: int = 0) -> T
         ConfigError: it cannot be read, or a line is none; the message says which and why.
     """
     path = Path(path)
-    lines = _lines(path)
+    lines = read_lines(path)
     first = lines[0] if lines else ""
     read = next((read for begins, read in _FORMS.items() if first.startswith(begins)), None)
     if read is None:
-        raise ConfigError(
-            [
-                f"{path}:1: no trace that is known here: expected a CSV header with arrival_s,"
-                "prompt_tokens,output_tokens (or Azure's TIMESTAMP,ContextTokens,GeneratedTokens), "
-                f"or Mooncake's JSON lines, not {first[:60]!r}"
-            ]
+        problem = (
+            f"{path}:1: no trace that is known here: expected a CSV header with arrival_s,"
+            "prompt_tokens,output_tokens (or Azure's TIMESTAMP,ContextTokens,GeneratedTokens), or "
+            f"Mooncake's JSON lines, not {first[:60]!r}"
         )
+        raise ConfigError([problem])
     asks = sorted(_asks(path, lines, read, rows), key=lambda ask: ask.arrival_s)
     if not asks:
         raise ConfigError([f"{path}: the trace has no requests"])
@@ -111,12 +111,17 @@ def read_trace(path: str | Path, *, rows: int | None = None, seed: int = 0) -> T
     return Trace(name=path.name.partition(".")[0], asks=spread(asks, seed))
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file, which may be gzipped.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         raw = path.read_bytes()
         return (gzip.decompress(raw) if raw.startswith(_GZIP) else raw).decode().splitlines()
     except (OSError, EOFError, ValueError) as error:
-        raise ConfigError([f"{path}: the trace cannot be read: {error}"]) from error
+        raise ConfigError([f"{path}: it cannot be read: {error}"]) from error
 
 
 def _asks(
@@ -186,7 +191,7 @@ def spread(asks: Sequence[Ask], seed: int) -> tuple[Ask, ...]:
     if len(groups) < 2 or crowded < _CROWDED * len(asks):
         return tuple(asks)
     stamps = list(groups)
-    step = min(after - before for before, after in zip(stamps, stamps[1:], strict=False))
+    step = min(after - before for before, after in pairwise(stamps))
     rng = random.Random(f"{seed}/spread")  # noqa: S311 - no secrets
     return tuple(
         evolve(ask, arrival_s=stamp + step * (place + rng.random()) / len(group))

@@ -6,10 +6,10 @@ Reads counts only and changes nothing, so that a watched run is the same as one 
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
-from attrs import define
+from attrs import define, field
 
 from dpkit.nursery.busyloop import BusyLoop
 
@@ -17,8 +17,23 @@ if TYPE_CHECKING:
     from dpkit.engine.core import EngineCore
     from dpkit.nursery.cluster import Cluster
 
+KEPT = 5
+"""Looks of which one is kept for plots."""
+
 EVERY_S = 0.1
 """Seconds between two looks: a few steps."""
+
+
+class Moment(NamedTuple):
+    """All engines at one moment of a run."""
+
+    at_s: float
+    """Since the run began."""
+    waiting: int
+    """Requests that wait on an engine."""
+    running: int
+    kv_least: float
+    kv_most: float
 
 
 @define
@@ -30,24 +45,31 @@ class Watch:
     """Looks at which a request waited on one engine while another had room for one at once."""
     kv_cv_sum: float = 0.0
     kv_looks: int = 0
+    moments: list[Moment] = field(factory=list)
+    """One in `KEPT` looks."""
 
     async def run(self, cluster: Cluster) -> None:
         """Look until cancelled."""
+        began = trio.current_time()
         while True:
             await trio.sleep(EVERY_S)
-            self.look(cores_of(cluster))
+            self.look(cores_of(cluster), trio.current_time() - began)
 
-    def look(self, cores: list[EngineCore]) -> None:
+    def look(self, cores: list[EngineCore], at_s: float) -> None:
         """Take in one moment."""
-        self.looks += 1
         usage = [core.get_kv_cache_usage() for core in cores]
         mean = sum(usage) / len(usage) if usage else 0.0
         if mean > 0.0:
             self.kv_looks += 1
             self.kv_cv_sum += statistics.pstdev(usage) / mean
-        queues = any(core.get_request_counts()[1] for core in cores)
-        if queues and any(map(_has_room, cores)):
+        counts = [core.get_request_counts() for core in cores]
+        waiting = sum(waiting for _, waiting in counts)
+        if waiting and any(map(_has_room, cores)):
             self.queue_while_room += 1
+        if self.looks % KEPT == 0 and usage:
+            running = sum(running for running, _ in counts)
+            self.moments.append(Moment(at_s, waiting, running, min(usage), max(usage)))
+        self.looks += 1
 
     @property
     def kv_cv(self) -> float:

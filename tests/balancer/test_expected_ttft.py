@@ -97,7 +97,7 @@ def test_a_session_goes_back_to_where_its_prefix_is() -> None:
     longer = (*turn, *range(9000, 9000 + BLOCK), *range(300))
     sent = client.send(longer)
     assert sent.index == first.index
-    assert client.policy._sent[sent.request.request_id].new == 300
+    assert client.policy.books._sent[sent.request.request_id].new == 300
 
 
 def test_a_session_leaves_its_home_when_waiting_there_costs_more_than_the_prefix() -> None:
@@ -192,9 +192,9 @@ def test_of_an_engine_that_says_nothing_no_memory_of_ended_requests_is_kept() ->
     client = Late(1)
     for _ in range(50):
         client.dispatch.release(client.send(10), (1,), finished=True)
-    [book] = client.policy._books.values()
+    [book] = client.policy.books
     assert not book._order
-    assert not client.policy._sent
+    assert not client.policy.books._sent
 
 
 def test_a_full_engine_takes_no_more_though_it_has_nothing_to_prefill() -> None:
@@ -207,13 +207,33 @@ def test_a_full_engine_takes_no_more_though_it_has_nothing_to_prefill() -> None:
 
 def test_growth_is_reserved_before_somebody_is_let_in() -> None:
     client = Late(1)
-    placement = client.send(10)
-    client.send(10)
+    placement, young, old = client.send(10), client.send(10), client.send(10)
     client.dispatch.release(placement, (0,) * 400, finished=True)  # so long are answers
-    # 50,000 hold 49,000, and half of the 399 that the other one still writes, and half of 400.
-    client.report(0, requests=1, generated_tokens=1, kv_tokens_used=49_000)
-    assert client.decide(601) == [None]
-    assert client.decide(600) == [0]
+    client.report(0, requests=2, steps=99)
+    client.dispatch.on_answered(old)
+    client.report(0, requests=2, steps=899)
+    client.dispatch.on_answered(young)
+    # 50,000 hold 49,500. The old one is longer than answers are. Half is kept free of the 300 that
+    # the young one has to come after 100 steps, and of the 400 of the new one.
+    client.report(0, requests=2, steps=1000, kv_tokens_used=49_500)
+    assert client.decide(151) == [None]
+    assert client.decide(150) == [0]
+
+
+def test_of_those_that_ended_no_growth_is_expected() -> None:
+    client = Late(1)
+    placements = [client.send(10) for _ in range(3)]
+    client.report(0, requests=3)
+    for placement in placements:
+        client.dispatch.on_answered(placement)
+    client.dispatch.release(placements[1])
+    client.report(0, requests=2, steps=11)
+    client.policy.open_pass(client.view)
+    assert client.policy._standings[0].growth == 2 * (200.0 - 9)
+    for placement in placements:
+        client.dispatch.release(placement)
+    client.policy.open_pass(client.view)
+    assert client.policy._standings[0].growth == 0.0
 
 
 def test_shared_blocks_need_no_room() -> None:
@@ -268,8 +288,8 @@ def test_a_new_life_has_no_cache_and_no_work() -> None:
     client.dispatch.release(home)
     client.dispatch.add(EngineId(home.engine.name, 1), home.index, ROOM)
     client.decide(1)
-    assert set(client.policy._books) == set(client.view.engines)
-    assert not client.policy.prefixes.hits(client.policy.prepare(client.request(turn)).chain)
+    assert set(client.policy.books._backlogs) == set(client.view.engines)
+    assert not client.policy.books.prefixes.hits(client.policy.prepare(client.request(turn)).chain)
 
 
 def test_larger_prompts_age_more() -> None:
@@ -340,16 +360,17 @@ def test_books_stay_right_whatever_happens() -> None:
             index = rng.randrange(3)
             engine = client.view.engines[index]
             sent = client.sent.get(engine, 0)
-            book = client.policy._books.get(engine)
+            book = client.policy.books._backlogs.get(engine)
             behind = rng.randrange(1 + (0 if book is None else min(3, len(book._order))))
             client.report(index, acknowledged=max(0, sent - behind))
         client.policy.open_pass(client.view)
-        for book in client.policy._books.values():
+        for book in client.policy.books:
             pending = [sent for sent in book._order if sent.is_pending]
             assert book._pending == len(pending)
             assert book._pending_new == sum(sent.new for sent in pending)
     for placement in placed:
         client.dispatch.release(placement)
-    assert not client.policy._sent
-    for book in client.policy._books.values():
+    assert not client.policy.books._sent
+    for book in client.policy.books:
         assert (book._live, book._prompts, book._pending, book._pending_room) == (0, 0, 0, 0)
+        assert (book._answered, book._youngs, book._youngs_at) == (0, 0, 0)

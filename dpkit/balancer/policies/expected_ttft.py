@@ -2,7 +2,8 @@
 
 Counts of requests are the wrong unit: here a prompt weighs what its uncached tokens take, beside
 what an engine has before it, and what its load and its KV cache cost the answer. All of it is
-reckoned from what this client sent and what engines report; step costs and speeds are learned.
+reckoned from what this client sent and what engines report (`dpkit.balancer.books`); step costs and
+speeds are learned.
 
 Bound early, each request goes where the score is least. Bound late (`dpkit.balancer.late`), it is
 held for that engine until it would begin there with the next step, and all that wait are decided
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING
 from attrs import define, field
 
 from dpkit.abc import HoldingPolicy
-from dpkit.balancer.backlog import Backlog, Sent
+from dpkit.balancer.books import UNKNOWN_ROOM, Books, Prospect, prospect_of
 from dpkit.balancer.outputs import OutputLengths
 from dpkit.balancer.policies.lowest import scan_start
-from dpkit.balancer.prefixes import BLOCK, PrefixIndex, extend_chain, make_chain
+from dpkit.balancer.prefixes import BLOCK
 from dpkit.balancer.stepcosts import StepCosts, seconds
 from dpkit.balancer.ttft import (
     Rate,
@@ -31,35 +32,20 @@ from dpkit.balancer.ttft import (
     rate,
     scores,
 )
-from dpkit.messages import Room
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from dpkit.abc import End, LoadView
+    from dpkit.balancer.backlog import Backlog
     from dpkit.messages import EngineId, GenerateRequest
-
-UNKNOWN_ROOM = Room(tokens_per_step=8192, requests=256, kv_tokens=2**40)
-"""An engine that does not say: vLLM's defaults, and a cache that never fills."""
 
 ALIKE = 1.5
 """Engines whose pace differs from the middle one's by less count as equal: what the formula misses
 must not look like a faster card, or whoever prefills most would be sent ever more to prefill."""
 
-
 ONE_IN = 8
 """Of so many steps that compute no prompt, one is learned from."""
-
-
-@define(eq=False)
-class Prospect:
-    """What a pick wants to know of a request; kept with it while it waits."""
-
-    request: GenerateRequest
-    prompt: int  # tokens to compute before the first new one
-    chain: Sequence[int]
-    hits: Mapping[EngineId, int] = field(factory=dict)  # blocks
-    version: int = -1  # of the index, when it was asked for the hits
 
 
 @define(kw_only=True, eq=False)
@@ -69,9 +55,7 @@ class ExpectedTtft(HoldingPolicy):
     weights: Weights = field(factory=Weights)
     costs: StepCosts = field(factory=StepCosts)
     lengths: OutputLengths = field(factory=OutputLengths)
-    prefixes: PrefixIndex = field(factory=PrefixIndex)
-    _books: dict[EngineId, Backlog] = field(factory=dict, init=False)
-    _sent: dict[str, Sent] = field(factory=dict, init=False)
+    books: Books = field(factory=Books)
     _indices: dict[EngineId, int] = field(factory=dict, init=False)
     _standings: list[Standing] = field(factory=list, init=False)
     _rates: list[Rate] = field(factory=list, init=False)
@@ -79,16 +63,8 @@ class ExpectedTtft(HoldingPolicy):
     _scores: Sequence[float] = field(factory=list, init=False)
 
     def prepare(self, request: GenerateRequest) -> Prospect:
-        """Name a prompt's blocks; a tenth of a second for a million tokens."""
-        token_ids = request.prompt_token_ids
-        if request.output_token_ids:  # of an earlier life: computed like a prompt
-            token_ids += request.output_token_ids
-        chain: Sequence[int] = ()
-        if (count := len(token_ids)) > BLOCK:
-            chain = make_chain(token_ids, salt=request.cache_salt)
-            if not count % BLOCK:  # the last token is always computed
-                chain = chain[:-1]
-        return Prospect(request, count, chain)
+        """Its size, and the names of its blocks."""
+        return prospect_of(request)
 
     def age(self, prospect: Prospect) -> float:
         """Seconds by which others that come later may go before a prompt of this size."""
@@ -119,10 +95,10 @@ class ExpectedTtft(HoldingPolicy):
         costs, prompt = self.costs.costs, prospect.prompt
         spread = 1.0 + self.weights.spread
         found = scores(rates, prompt, prompt, spread * prefill_work(costs, prompt))
-        for engine, hit in self._hits(prospect).items():
+        for engine, hit in self.books.hits(prospect).items():
             if (index := self._indices.get(engine)) is not None:
                 cached = hit * BLOCK
-                shared = self.prefixes.held(engine, prospect.chain, hit) * BLOCK
+                shared = self.books.prefixes.held(engine, prospect.chain, hit) * BLOCK
                 work = spread * prefill_work(costs, prompt, cached)
                 [found[index]] = scores([rates[index]], prompt, prompt - cached, work, shared)
         self._last, self._scores = prospect, found
@@ -132,12 +108,6 @@ class ExpectedTtft(HoldingPolicy):
             index = start + rest.index(least)
         return index
 
-    def sizes(self, prospect: Prospect, engine: EngineId) -> tuple[int, int]:
-        """What is not cached of a prompt on an engine, and what running requests share with it."""
-        hit = self._hits(prospect).get(engine, 0)
-        shared = self.prefixes.held(engine, prospect.chain, hit) if hit else 0
-        return prospect.prompt - hit * BLOCK, shared * BLOCK
-
     def rate(self, standing: Standing) -> Rate:
         """What an engine offers that stands so."""
         return rate(standing, self.costs.costs, self.weights, self.lengths.mean)
@@ -145,38 +115,21 @@ class ExpectedTtft(HoldingPolicy):
     # What happens to requests and engines.
 
     def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
-        """It counts where it goes: its work, and its blocks for whoever comes after it."""
-        prospect = self._last
+        """It counts where it goes."""
+        prospect, self._last = self._last, None
         if prospect is None or prospect.request is not request:
             prospect = self.prepare(request)
-        engine, book = view.engines[index], self._book(index, view)
-        new, shared = self.sizes(prospect, engine)
-        chain = prospect.chain if book.room.has_prefix_cache else ()
-        self._sent[request.request_id] = sent = Sent(engine, prospect.prompt, new, shared, chain)
-        book.add(sent)
-        if chain:
-            self.prefixes.hold(engine, chain)
-        self._last = None
+        self.books.charge(prospect, view.load(index))
 
     def on_answered(self, request: GenerateRequest, view: LoadView) -> None:
         """Its prompt is read."""
-        if (sent := self._sent.get(request.request_id)) is None:
-            return
-        if (book := self._books.get(sent.engine)) is not None:
-            book.answered(sent)
-            self._changed(sent.engine, view)
+        self._changed(self.books.answered(request), view)
 
     def on_end(self, request: GenerateRequest, end: End, view: LoadView) -> None:
         """It is on its engine no more; an answer that ended by itself says how long they are."""
         if end.finished:
             self.lengths.add(len(end.output))
-        if (sent := self._sent.pop(request.request_id, None)) is None:
-            return
-        if (book := self._books.get(sent.engine)) is not None:
-            book.remove(sent)
-            self._changed(sent.engine, view)
-        if sent.chain:
-            self.prefixes.release(sent.engine, sent.chain, _answer(request, sent, end.output))
+        self._changed(self.books.end(request, end), view)
 
     def on_report(self, index: int, view: LoadView) -> None:
         """Believe it, and learn from the step that it tells of."""
@@ -184,7 +137,7 @@ class ExpectedTtft(HoldingPolicy):
         report = load.report
         if report is None:
             return
-        book = self._book(index, view)
+        book = self.books.of(load)
         work, lasted = report.last_step, report.step_time_s
         is_new = book.hear(report) and lasted > 0.0
         # Steps without a prompt are all alike, and there are many.
@@ -193,7 +146,7 @@ class ExpectedTtft(HoldingPolicy):
             self.costs.learn(work, lasted, self._slowness(book, self._usual_pace()))
 
     def on_engines(self, view: LoadView) -> None:  # noqa: ARG002 - looked at when it is needed
-        """Indices have moved. A life that is away for a while keeps its books; see `_renew`."""
+        """Indices have moved. A life that is away for a while keeps its books."""
         self._standings.clear()
         self._rates.clear()
         self._indices.clear()
@@ -207,23 +160,23 @@ class ExpectedTtft(HoldingPolicy):
             self._rates = [self.rate(standing) for standing in self._standings]
             self._indices = {engine: index for index, engine in enumerate(view.engines)}
             view.changes.update(range(len(view.loads)))
-            self._drop_ended_lives(view)
+            self.books.keep(view.engines)
         if not view.changes:
             return
         alone = view.client_count == 1
         usual = self._usual_pace()
         for index in view.changes:
-            book, standing = self._book(index, view), self._standings[index]
-            book.stand(standing, view.load(index), self.lengths.mean, alone=alone)
+            load, standing = view.load(index), self._standings[index]
+            book = self.books.of(load)
+            book.stand(standing, load, self.lengths.mean, alone=alone)
             standing.slowness = self._slowness(book, usual)
             self._rates[index] = self.rate(standing)
-            free = standing.room.kv_tokens - standing.kv_tokens
-            self.prefixes.trim(view.engines[index], int(free) // BLOCK)
+            self.books.trim(load.engine, standing.room.kv_tokens - standing.kv_tokens)
         view.changes.clear()
 
     def _usual_pace(self) -> float:
         """That of the middle engine."""
-        paces = sorted(filter(None, (book.pace.slowness for book in self._books.values())))
+        paces = sorted(filter(None, (book.pace.slowness for book in self.books)))
         return paces[len(paces) // 2] if paces else 1.0
 
     @staticmethod
@@ -232,42 +185,9 @@ class ExpectedTtft(HoldingPolicy):
         slowness = (book.pace.slowness or usual) / usual
         return 1.0 if 1.0 / ALIKE < slowness < ALIKE else slowness
 
-    def _book(self, index: int, view: LoadView) -> Backlog:
-        engine = view.engines[index]
-        if (book := self._books.get(engine)) is None:
-            load = view.load(index)
-            book = self._books[engine] = Backlog(load.room or UNKNOWN_ROOM)
-            if load.report is not None:  # of work that another policy gave it
-                book.hear(load.report)
-        return book
-
-    def _drop_ended_lives(self, view: LoadView) -> None:
-        """Of each engine the newest life is kept, also while it is away."""
-        newest = {engine.name: engine.epoch for engine in view.engines}
-        for engine in [e for e in self._books if e.epoch < newest.get(e.name, 0)]:
-            del self._books[engine]
-            self.prefixes.forget(engine)
-
-    def _hits(self, prospect: Prospect) -> Mapping[EngineId, int]:
-        if prospect.version != self.prefixes.version:
-            prospect.hits = self.prefixes.hits(prospect.chain) if prospect.chain else {}
-            prospect.version = self.prefixes.version
-        return prospect.hits
-
-    def _changed(self, engine: EngineId, view: LoadView) -> None:
-        if (index := self._indices.get(engine)) is not None:
+    def _changed(self, engine: EngineId | None, view: LoadView) -> None:
+        if engine is not None and (index := self._indices.get(engine)) is not None:
             view.changes.add(index)
-
-
-def _answer(request: GenerateRequest, sent: Sent, output: Sequence[int]) -> Sequence[int]:
-    """The blocks that an answer fills: the first begins with what was left of the prompt."""
-    prompt = request.prompt_token_ids
-    left = len(sent.chain) * BLOCK - len(prompt)
-    rest = output[left:] if left >= 0 else (*prompt[left:], *output)
-    if len(rest) < BLOCK:
-        return ()
-    chain = sent.chain or [hash(request.cache_salt)]
-    return extend_chain(chain, tuple(rest))[len(chain) :]
 
 
 class TtftPass:
@@ -304,7 +224,7 @@ class TtftPass:
         policy = self._policy
         if index is None:
             index = policy.best(prospect, self._rates, self._start)
-        new, shared = policy.sizes(prospect, self._engines[index])
+        new, shared = policy.books.sizes(prospect, self._engines[index])
         spare = self._rates[index].free - prospect.prompt + shared
         sends = index in self._open and has_credit(
             self._standings[index], policy.weights, new, spare
