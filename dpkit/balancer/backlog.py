@@ -138,12 +138,13 @@ class Backlog:
             under_way = min(unread, max(1, self.room.tokens_per_step - decodes))
         standing.prefill = unread - under_way + self._pending_new
         standing.context = report.context_tokens + unread + self._pending_prompts
-        standing.growth = self._growth(report.steps, counted, length)
+        others = 0 if alone else max(0, counted - self._live)
+        standing.growth = self._growth(report.steps, others, length)
         # Whoever runs holds blocks for all its prompt; those that wait have none yet.
         unplaced = unread if report.waiting else 0
         standing.kv_tokens = report.kv_tokens_used + unplaced + self._pending_room
 
-    def _growth(self, steps: int, counted: int, length: float) -> float:
+    def _growth(self, steps: int, others: int, length: float) -> float:
         """Output still to come, if each answer that is not as long yet becomes as long as others.
 
         Who has grown beyond that adds nothing, nor does it take from what the others need.
@@ -153,8 +154,7 @@ class Backlog:
             self._age(young.popleft())
         of_young = self._youngs * (length - steps) + self._youngs_at
         unanswered = (self._live - self._answered) * length
-        of_others = max(0, counted - self._live) * HALF * length
-        return of_young + unanswered + of_others
+        return of_young + unanswered + others * HALF * length
 
     def _age(self, sent: Sent) -> None:
         if sent.is_young:

@@ -17,7 +17,7 @@ from dpkit.cli.losses import at_the_end, on_loss
 from dpkit.cli.served import serving
 from dpkit.config.load import load_config
 from dpkit.config.units import show_duration
-from dpkit.names import PolicyName, StartMethod, Transport
+from dpkit.names import Binding, PolicyName, StartMethod, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,6 +52,12 @@ POLICIES = {
         "the engine where its first token is expected soonest, in seconds of work that are learned "
         "from the engines' steps, gets it; what is cached there counts, and what the answer costs."
     ),
+}
+
+
+_BOUND = {
+    Binding.EARLY: "the moment it comes",
+    Binding.LATE: "when that could begin it with the next step, and waits at the client till then",
 }
 
 
@@ -224,8 +230,10 @@ def _memory(kv: KvFacts | None) -> str:
 
 def _balancing(config: Config) -> Iterator[str]:
     policy, coordinator = config.balancer.policy, config.coordinator
-    yield f"Balancing: a request gets its engine the moment it comes. By policy {policy}, " + (
-        explain_policy(policy)
+    bound = _BOUND[config.balancer.bound]
+    yield (
+        f"Balancing: a request gets its engine {bound}. "
+        f"By policy {policy}, {explain_policy(policy)}"
     )
     if not coordinator.publish:
         yield "  Engines publish no counts: only the client's own in-flight requests are known."
