@@ -11,10 +11,12 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+import tomli
+from attrs import fields, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Any
 
 
 @frozen(kw_only=True)
@@ -26,7 +28,7 @@ class StepCost:
         touched = 1 - (1 - k/E) ** (n + T)                          of the experts; dense: 1
         weights = a + e * touched
         compute = a2 * touched + b * (n + T)
-        context = d * K + q * sum(prefill tokens * their context)
+        context = d * K + q * sum(prefill tokens * their context)    with d + d2 for d where T > 0
         step    = max(weights, compute) + c * n + context + host
 
     The weights are read once however many tokens share them, so few tokens cost `weights` and many
@@ -43,6 +45,7 @@ class StepCost:
     a2_ms: float = 0.0  # floor of a compute-bound step
     e_ms: float = 0.0  # mixture of experts only: reading all experts
     experts: tuple[int, int] = (1, 1)  # k of E a token; the tokens of a step touch ever more
+    d2_ns: float = 0.0  # beside d, in a step that also prefills: some kernels share badly
     host_ms: float = 0.0  # what the serving loop adds to the kernels
 
     def seconds(
@@ -61,7 +64,8 @@ class StepCost:
         touched = 1.0 - (1.0 - chosen / total) ** tokens
         weights_ms = self.a_ms + self.e_ms * touched
         compute_ms = self.a2_ms * touched + self.b_us * tokens / 1e3
-        context_ms = (self.d_ns * decode_context + self.q_ns * prefill_context) / 1e6
+        d_ns = self.d_ns + self.d2_ns if prefill_tokens else self.d_ns
+        context_ms = (d_ns * decode_context + self.q_ns * prefill_context) / 1e6
         bound_ms = max(weights_ms, compute_ms)
         return (bound_ms + self.c_us * decodes / 1e3 + context_ms + self.host_ms) / 1e3
 
@@ -159,3 +163,45 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
     }
 )
+
+
+def parse_preset(text: str) -> Preset:
+    """Read a preset that `dpkit fit` wrote, or somebody with measurements of their own.
+
+    A TOML file whose keys are the fields of `StepCost` and, beside them, those of `Preset`. Without
+    `kv_tokens`, the config says how large the cache is (``kv.num_blocks``).
+
+    Raises:
+        ValueError: it is no TOML, a key is unknown or missing, or a value is no number from 0 on.
+    """
+    table: dict[str, Any] = tomli.loads(text)
+    cost_keys = {each.name for each in fields(StepCost)}
+    own_keys = {each.name for each in fields(Preset)} - {"cost"}
+    if strange := sorted(set(table) - cost_keys - own_keys):
+        known = ", ".join(sorted(cost_keys | own_keys))
+        raise ValueError(f"there is no key {strange[0]!r} in a preset; there are: {known}")
+    for key in ("a_ms", "b_us", "c_us", "d_ns", "q_ns"):
+        if key not in table:
+            raise ValueError(f"a preset needs {key}; it may be 0")
+    for key, value in table.items():
+        if key not in {"experts", "measured_by"} and not _is_amount(value):
+            raise ValueError(f"{key} must be a number from 0 on, not {value!r}")
+    cost = {key: table[key] for key in cost_keys & set(table)}
+    if "experts" in cost:
+        cost["experts"] = _experts(cost["experts"])
+    own = {"kv_tokens": _MODEST, "measured_by": "a file", **table}
+    return Preset(cost=StepCost(**cost), **{key: own[key] for key in own_keys & set(own)})
+
+
+_MODEST = 65_536  # what an engine holds whose model says nothing
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _experts(value: object) -> tuple[int, int]:
+    match value:
+        case [int(chosen), int(total)] if 0 < chosen <= total:
+            return chosen, total
+    raise ValueError(f"experts must be [K, E], such as [8, 128], not {value!r}")

@@ -49,7 +49,9 @@ LAYERS = [
         "dpkit.nursery.services",
         "dpkit.nursery.supervisor",
         "dpkit.nursery.events",
+        "dpkit.nursery.filewriter",
         "dpkit.nursery.eventwriter",
+        "dpkit.nursery.steplog",
         "dpkit.nursery.fanin",
         "dpkit.nursery.bell",
         "dpkit.nursery.mailbox",
@@ -70,9 +72,12 @@ LAYERS = [
         "dpkit.nursery.prompts",
         "dpkit.nursery.requests",
         "dpkit.nursery.flight",
+        "dpkit.nursery.line",
+        "dpkit.nursery.rescue",
         "dpkit.nursery.flights",
         "dpkit.nursery.membership",
         "dpkit.nursery.gathering",
+        "dpkit.nursery.logfiles",
         "dpkit.nursery.slot",
         "dpkit.nursery.standing",
         "dpkit.nursery.hosts",
@@ -95,7 +100,7 @@ LAYERS = [
     ],
     ["dpkit.serve", "dpkit.bench"],
     ["dpkit.observe"],
-    ["dpkit.cli", "dpkit.testing", "dpkit._trio"],
+    ["dpkit.cli", "dpkit.simulate", "dpkit.testing", "dpkit._trio"],
 ]
 STRANGERS = {"dpkit.config", "dpkit.engine", "dpkit.balancer"}
 SANS_IO = (

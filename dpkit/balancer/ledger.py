@@ -168,6 +168,11 @@ class Ledger:
         charge = self._charges.get(request_id)
         return None if charge is None else charge.engine
 
+    def requests(self, engine: EngineId) -> list[str]:
+        """Ids charged to one life of an engine, in the order in which they were charged."""
+        charges = self._charges.values()
+        return [charge.request_id for charge in charges if charge.account.engine == engine]
+
     def inflight(self, engine: EngineId) -> int:
         """Unfinished requests on one life of an engine."""
         account = self._accounts.get(engine)

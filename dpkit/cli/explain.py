@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
@@ -16,7 +17,7 @@ from dpkit.cli.losses import at_the_end, on_loss
 from dpkit.cli.served import serving
 from dpkit.config.load import load_config
 from dpkit.config.units import show_duration
-from dpkit.names import PolicyName, StartMethod, Transport
+from dpkit.names import Binding, PolicyName, StartMethod, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,6 +48,16 @@ POLICIES = {
     ),
     PolicyName.ROUND_ROBIN: "each engine in turn gets one, whatever its load.",
     PolicyName.RANDOM: "any engine gets it, each as likely as the others.",
+    PolicyName.EXPECTED_TTFT: (
+        "the engine where its first token is expected soonest, in seconds of work that are learned "
+        "from the engines' steps, gets it; what is cached there counts, and what the answer costs."
+    ),
+}
+
+
+_BOUND = {
+    Binding.EARLY: "the moment it comes",
+    Binding.LATE: "when that could begin it with the next step, and waits at the client till then",
 }
 
 
@@ -54,10 +65,19 @@ POLICIES = {
 @click.argument("file", default="dpkit.toml", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
+@click.option("--pick", metavar="JSON", help="Where this request would go, and why.")
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path),
+    help="With --pick: how the cluster is, as its /statistics page says.",
+)
+def command(
+    file: str, overrides: tuple[str, ...], as_json: bool, pick: str | None, state: Path | None
+) -> None:
     """Say in plain words what FILE (default: dpkit.toml) does: engines, memory, balancing, end.
 
-    Starts nothing; of a model that is here it reads the config.json only.
+    Starts nothing; of a model that is here it reads the config.json only. With --pick it says where
+    a request would go, for example '{"prompt_tokens": 1000}', and what each engine's score is.
     """
     config = load_config(file, overrides=overrides)
     ends = itertools.accumulate(group.count for group in config.engines)
@@ -65,11 +85,35 @@ def command(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
         group_facts(group, file, end - group.count)
         for group, end in zip(config.engines, ends, strict=True)
     ]
+    if pick is not None or state is not None:
+        _pick(config, groups, pick, state, as_json=as_json)
+        return
     if as_json:
         click.echo(json.dumps({"file": file, **_facts(config, groups)}))
         return
     for paragraph in _paragraphs(file, config, groups):
         click.echo(paragraph if _is_command(paragraph) else _filled(paragraph))
+
+
+def _pick(
+    config: Config,
+    groups: Sequence[GroupFacts],
+    asked: str | None,
+    state: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    if asked is None or state is None:
+        raise click.UsageError("--pick and --state go together: what is asked, and of whom")
+    from dpkit.cli import pick  # noqa: PLC0415 - policies cost time
+
+    request = pick.read_request(asked)
+    picked = pick.dry_run(config, groups, pick.read_state(state), request)
+    if as_json:
+        click.echo(json.dumps(pick.pick_json(picked)))
+        return
+    for line in pick.pick_lines(picked, request):
+        click.echo(line)
 
 
 def _is_command(paragraph: str) -> bool:
@@ -139,9 +183,14 @@ def _sizes(group: GroupFacts) -> Iterator[str]:
     seqs, tokens = group.max_num_seqs, group.max_num_batched_tokens
     yield (
         f"  One step: at most {_or_own(seqs, 'running request')} and {_or_own(tokens, 'token')}."
+        f"{_share(group.long_prefill_share)}"
     )
     if group.max_model_len:
         yield f"  One request: at most {group.max_model_len:,} tokens, prompt and answer together."
+
+
+def _share(share: float) -> str:
+    return f" Long prompts leave others {1 - share:.0%} of it." if share < 1 else ""
 
 
 def _where(group: GroupFacts) -> str:
@@ -182,8 +231,10 @@ def _memory(kv: KvFacts | None) -> str:
 
 def _balancing(config: Config) -> Iterator[str]:
     policy, coordinator = config.balancer.policy, config.coordinator
-    yield f"Balancing: a request gets its engine the moment it comes. By policy {policy}, " + (
-        explain_policy(policy)
+    bound = _BOUND[config.balancer.bound]
+    yield (
+        f"Balancing: a request gets its engine {bound}. "
+        f"By policy {policy}, {explain_policy(policy)}"
     )
     if not coordinator.publish:
         yield "  Engines publish no counts: only the client's own in-flight requests are known."

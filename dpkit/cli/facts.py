@@ -56,6 +56,7 @@ class GroupFacts:
     prefix_cache: bool
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    long_prefill_share: float
     max_model_len: int | None
     kv: KvFacts | None
     note: str | None  # why something is not known, or why the group would not start
@@ -97,6 +98,7 @@ def group_facts(group: EngineGroupConfig, file: str, first: int) -> GroupFacts:
         max_num_batched_tokens=(
             limits.max_num_batched_tokens if limits else scheduler.max_num_batched_tokens
         ),
+        long_prefill_share=scheduler.long_prefill_share,
         max_model_len=spec.max_model_len if spec else None,
         kv=_kv_facts(group, spec, limits),
         note=note,

@@ -33,6 +33,9 @@ _COMMANDS = {
     "check": "Say all that is wrong with a config; start nothing.",
     "explain": "Say in plain words what a config does; start nothing.",
     "config": "Show what a config comes to.",
+    "simulate": "Replay a trace on a virtual clock, under one policy or several.",
+    "plan": "Say how many engines a trace needs.",
+    "fit": "Fit the cost of a step to what was measured.",
     "schema": "Print the JSON Schema of a config file.",
     "fetch": "Put a model into the cache.",
 }

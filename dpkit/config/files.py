@@ -56,11 +56,17 @@ def make_absolute(tables: dict[str, Any], folder: Path) -> None:
     groups = tables.get("engines")
     for group in groups if isinstance(groups, list) else ():
         model = group.get("model") if isinstance(group, dict) else None
-        if isinstance(model, str) and is_path(model) and not model.startswith("cost:"):
-            group["model"] = _absolute(model, folder)
+        if not isinstance(model, str):
+            continue
+        if not model.startswith("cost:"):
+            group["model"] = _absolute(model, folder) if is_path(model) else model
+        elif model.endswith(".toml"):
+            group["model"] = f"cost:{_absolute(model.removeprefix('cost:'), folder)}"
     log = tables.get("log")
-    if isinstance(log, dict) and isinstance(log.get("events"), str):
-        log["events"] = _absolute(log["events"], folder)
+    if isinstance(log, dict):
+        for key in ("events", "steps"):
+            if isinstance(path := log.get(key), str):
+                log[key] = _absolute(path, folder)
     server = tables.get("server")
     if isinstance(server, dict):
         for key in ("listen", "admin_listen"):

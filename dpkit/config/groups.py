@@ -44,6 +44,14 @@ class SchedulerConfig:
             "wait less."
         ),
     )
+    long_prefill_share: float = field(
+        default=1.0,
+        validator=Between(0.01, 1.0),
+        metadata=why(
+            "All: long prompts are done soonest. With less, prompts that fit into the rest of a "
+            "step pass them."
+        ),
+    )
 
 
 @frozen(kw_only=True)

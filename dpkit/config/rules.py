@@ -14,7 +14,15 @@ from dpkit.config.joining import joining
 from dpkit.config.lockstep import lockstep
 from dpkit.config.units import parse_duration, show_duration
 from dpkit.errors import ConfigError
-from dpkit.names import Dtype, EngineKind, Quant, StartMethod
+from dpkit.names import (
+    HOLDING_POLICIES,
+    Binding,
+    Dtype,
+    EngineKind,
+    PolicyName,
+    Quant,
+    StartMethod,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +70,7 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
     yield from _too_few_engines(cluster, config.get("engines") or ())
     balancer = config.get("balancer") or {}
     yield from _at_most(balancer, ("balancer",), ("eject_for", 1.0), ("eject_max", 60.0))
+    yield from _binds_late(balancer)
     yield from _same_address(config.get("server") or {})
 
 
@@ -144,6 +153,17 @@ def _phases(cluster: Table) -> Iterator[tuple[Path, str]]:
         yield ("cluster", "pre_stop"), f"{message}; got {show_duration(pre_stop)}"
 
 
+def _binds_late(balancer: Table) -> Iterator[tuple[Path, str]]:
+    """Only a policy that says when an engine has room can hold requests for it."""
+    policy = balancer.get("policy", PolicyName.KV_PRESSURE)
+    if balancer.get("binding") != Binding.LATE or policy is None:
+        return
+    if ":" not in policy and policy not in HOLDING_POLICIES:
+        those = " or ".join(quote(str(name)) for name in sorted(HOLDING_POLICIES))
+        message = f"policy {quote(str(policy))} cannot bind late, only {those} and your own can"
+        yield ("balancer", "binding"), f"{message}; leave binding out"
+
+
 def _same_address(server: Table) -> Iterator[tuple[Path, str]]:
     """Two listeners at one address; each may pick a port of its own."""
     listen = server.get("listen", "127.0.0.1:8000")
@@ -179,7 +199,7 @@ def _seconds(table: Table, key: str, default: float) -> float | None:
 
 def has_weights(model: str) -> bool:
     """Whether dpkit itself loads weights: neither ``echo`` nor ``cost:PRESET`` nor your class."""
-    return "/" in model or not (model == "echo" or ":" in model)
+    return not model.startswith("cost:") and ("/" in model or not (model == "echo" or ":" in model))
 
 
 def _family(model: str) -> str:

@@ -28,6 +28,8 @@ class EngineLimits:
     block_size: int = field(validator=_positive)  # tokens of one KV block
     num_blocks: int = field(validator=_positive)
     prefix_cache: bool = True
+    # Of a step's tokens, what long prompts may take while others have something to compute.
+    long_prefill_share: float = field(default=1.0, validator=[validators.gt(0), validators.le(1)])
     max_model_len: int | None = field(default=None, validator=validators.optional(_positive))
 
     @property
@@ -54,6 +56,7 @@ def resolve_limits(
     num_blocks: int | None = None,
     memory: int | None = None,
     prefix_cache: bool = True,
+    long_prefill_share: float = 1.0,
     within: str = "engines",
 ) -> EngineLimits:
     """Fill in what the config leaves out.
@@ -66,6 +69,7 @@ def resolve_limits(
         num_blocks: Size of the pool in blocks.
         memory: Size of the pool in bytes, when `num_blocks` is None.
         prefix_cache: Whether requests may share blocks of equal prefixes.
+        long_prefill_share: Of a step's tokens, what long prompts may take while others wait.
         within: The table of a config that says so: errors name its keys.
 
     Raises:
@@ -77,6 +81,7 @@ def resolve_limits(
         block_size=block_size,
         num_blocks=num_blocks or _pool_size(spec, block_size, memory, within),
         prefix_cache=prefix_cache,
+        long_prefill_share=long_prefill_share,
         max_model_len=spec.max_model_len,
     )
 

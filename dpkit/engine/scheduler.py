@@ -13,8 +13,12 @@ Four rules carry all the promises:
   them from then on. So only decodes ever need a block more, at most one each.
 * The newest running request always holds a block that nobody shares (no prefix hit covers a whole
   request), so each missing block costs one preemption, and the oldest always advances.
-* Only an exhausted budget cuts a prompt short, and then nothing more is admitted. So at most one
-  prefill is unfinished, the newest request's, and whatever runs is in every batch: decodes first.
+* Whatever runs is in every batch, decodes first: each was given at least a token of the step that
+  admitted it, so no more run than a step has tokens.
+
+A prompt is cut short by an exhausted budget, after which nothing more is admitted, or as a long one
+by `long_prefill_share`: then prompts behind it use the rest of the step, and pass it. What nobody
+uses is the long ones' again, so the share costs nothing while they are alone.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from attrs import define, field
 from dpkit.engine.blocks import BlockPool
 from dpkit.engine.request import Request, Unfinished
 from dpkit.errors import InternalError
-from dpkit.messages import Batch, BatchRow, EngineOutput
+from dpkit.messages import Batch, BatchRow, EngineOutput, StepWork
 from dpkit.names import FinishReason
 
 if TYPE_CHECKING:
@@ -56,14 +60,36 @@ class _Plan:
     """The step being put together. A preempted request is never in it: see `_grow`."""
 
     budget: int
+    long_from: int  # tokens: a prompt that has more left is long
+    long_budget: int = field(init=False)  # what long ones may still take while others want some
     decodes: dict[Request, BatchRow] = field(factory=dict)
     prefills: dict[Request, BatchRow] = field(factory=dict)
+    shares: dict[Request, int] = field(factory=dict)  # of prefills, in tokens
     preempted: bool = False
 
-    def take(self, request: Request) -> None:
-        row = request.row(self.budget)
-        self.budget -= len(row.token_ids)
-        (self.decodes if row.is_decode else self.prefills)[request] = row
+    def __attrs_post_init__(self) -> None:
+        self.long_budget = self.long_from
+
+    def decode(self, request: Request) -> None:
+        self.decodes[request] = request.row(1)
+        self.budget -= 1
+
+    def share(self, request: Request, reserved: int = 0) -> None:
+        """Give a prompt what it can get if so many tokens are kept for others."""
+        left = len(request.token_ids) - request.num_computed
+        tokens = min(left, self.budget - reserved)
+        if left > self.long_from:
+            tokens = min(tokens, max(1, self.long_budget))
+            self.long_budget -= tokens
+        self.shares[request] = tokens
+        self.budget -= tokens
+
+    def finish(self) -> None:
+        """Give out what nobody has taken, oldest first, and write the rows."""
+        for request, tokens in self.shares.items():
+            row = request.row(tokens + self.budget)
+            self.budget -= len(row.token_ids) - tokens
+            (self.decodes if row.is_decode else self.prefills)[request] = row
 
 
 class Scheduler:
@@ -76,7 +102,15 @@ class Scheduler:
         self.budget = limits.max_num_batched_tokens  # of a step; less once one was too much
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting: OrderedDict[str, Request] = OrderedDict()
-        self._waiting_tokens = 0  # kept, since the queue may be long and every report asks
+        # Kept, since every report asks and the queues may be long.
+        self._waiting_tokens = 0
+        self.context_tokens = 0
+        """Tokens whose KV running requests hold."""
+        self.generated_tokens = 0
+        """Output so far of all requests."""
+        self.work = StepWork()
+        """What the step in flight computes, or the last one."""
+        self._prefilling: dict[str, Request] = {}  # run, and have not sampled since they do
         self._batch: Batch | None = None  # in flight
         self._step: dict[Request, BatchRow] = {}  # the same, by request
 
@@ -87,6 +121,7 @@ class Scheduler:
         """Queue a request that fits the limits and whose id is free."""
         self.waiting[request.ask.request_id] = request
         self._waiting_tokens += len(request.token_ids)
+        self.generated_tokens += request.num_outputs
 
     def abort(self, request_id: str) -> None:
         """Drop a request, whatever its state; unknown ids are ignored.
@@ -98,6 +133,9 @@ class Scheduler:
             if (request := self.waiting.pop(request_id, None)) is None:
                 return
             self._waiting_tokens -= len(request.token_ids)
+        else:
+            self._stop_running(request)
+        self.generated_tokens -= request.num_outputs
         request.move_to(FinishReason.ABORT)
         self.counters.requests_aborted += 1
         if request not in self._step:
@@ -115,19 +153,40 @@ class Scheduler:
         """Choose what the next step computes; None exactly when nothing runs or waits."""
         if self._batch is not None:
             raise InternalError("schedule() was called while a step is in flight; apply it first")
-        plan = _Plan(self.budget)
+        long_from = max(1, int(self.budget * self.limits.long_prefill_share))
+        plan = _Plan(self.budget, long_from)
         self._plan_running(plan)
         self._plan_admissions(plan)
+        plan.finish()
         self._step = plan.decodes | plan.prefills
         self.counters.peak_kv_usage = max(self.counters.peak_kv_usage, self.pool.usage)
         self._batch = Batch(rows=tuple(self._step.values())) if self._step else None
+        if self._batch is not None:
+            self.work = self._work_of(plan)
         return self._batch
+
+    def _work_of(self, plan: _Plan) -> StepWork:
+        """What a step costs: in time that grows with its prefills only."""
+        tokens = started = 0
+        context = 0.0
+        for row in plan.prefills.values():
+            count = len(row.token_ids)
+            tokens += count
+            started += row.start
+            context += count * (row.start + count / 2)
+        decodes = len(plan.decodes)
+        return StepWork(
+            decodes=decodes,
+            prefill_tokens=tokens,
+            decode_context=self.context_tokens - started + decodes,
+            prefill_context=context,
+        )
 
     def shrink(self) -> bool:
         """Take back the step in flight and halve the budget; False: it has one token only.
 
-        Whoever would not fit any more, and every unfinished prefill, goes back to the head of
-        `waiting`: then the rules hold for the smaller budget as they did for the larger.
+        Whoever would not fit any more, and the newest prefills, go back to the head of `waiting`:
+        then the rules hold for the smaller budget as they did for the larger.
         """
         if self._batch is None:
             raise InternalError("shrink() was called while no step is in flight")
@@ -147,10 +206,16 @@ class Scheduler:
         return True
 
     def _plan_running(self, plan: _Plan) -> None:
-        for request in tuple(self.running.values()):
-            still_runs = request.state is Unfinished.RUNNING  # not preempted by an older one
-            if still_runs and self._grow(request, plan):
-                plan.take(request)
+        prefilling = self._prefilling
+        for request_id, request in tuple(self.running.items()):
+            if request_id in prefilling or request.state is not Unfinished.RUNNING:
+                continue  # its turn is below, or an older one has preempted it
+            if self._grow(request, plan):
+                plan.decode(request)
+        behind = len(prefilling)
+        for request in prefilling.values():  # they hold all the blocks that they need
+            behind -= 1
+            plan.share(request, reserved=behind)
 
     def _plan_admissions(self, plan: _Plan) -> None:
         # Whoever was preempted in this step is at the head and would only be preempted again.
@@ -163,14 +228,16 @@ class Scheduler:
             del self.waiting[request.ask.request_id]
             self._waiting_tokens -= len(request.token_ids)
             self.running[request.ask.request_id] = request
+            self._prefilling[request.ask.request_id] = request
+            self.context_tokens += request.num_computed
             request.move_to(Unfinished.RUNNING)
-            plan.take(request)
+            plan.share(request)
 
     def _grow(self, request: Request, plan: _Plan) -> bool:
         """Hold a block for one more token, at the cost of newer requests or of this one itself.
 
-        Whoever runs is planned from the oldest to the newest, before any admission, so a victim is
-        not in the plan yet and has no share of the budget to give back.
+        Decodes are planned from the oldest to the newest, before all else, so a victim is not in
+        the plan yet and has no share of the budget to give back.
         """
         if len(request.token_ids) <= len(request.block_ids) * self.limits.block_size:
             return True
@@ -183,6 +250,7 @@ class Scheduler:
 
     def _preempt_newest(self) -> Request:
         request_id, request = self.running.popitem()
+        self._stop_running(request)
         request.move_to(Unfinished.PREEMPTED)
         self._release(request)
         self.waiting[request_id] = request
@@ -218,15 +286,27 @@ class Scheduler:
         step, self._step, self._batch = self._step, {}, None
         self.counters.steps += 1
         outputs = []
+        computed = 0
         for index, (request, row) in enumerate(step.items()):
             if request.is_finished:
                 self._release(request)
                 continue
-            self._advance(request, len(row.token_ids))
+            count = len(row.token_ids)
+            computed += count
+            self._advance(request, count)
             request.prompt_logprobs += result.prompt_logprobs.get(index, ())
             if (token_id := result.sampled[index]) is not None:
                 outputs.append(self._append(request, token_id, result.logprobs.get(index)))
+        self.context_tokens += computed
+        self.generated_tokens += len(outputs)
+        if self._prefilling:
+            self._end_prefills(step)
         return outputs
+
+    def _end_prefills(self, step: dict[Request, BatchRow]) -> None:
+        for request in tuple(self._prefilling.values()):
+            if step[request].output_index is not None:
+                del self._prefilling[request.ask.request_id]
 
     def _advance(self, request: Request, count: int) -> None:
         size = self.limits.block_size
@@ -249,6 +329,8 @@ class Scheduler:
         if reason is not None:
             request.move_to(reason)
             del self.running[request.ask.request_id]
+            self._stop_running(request)
+            self.generated_tokens -= request.num_outputs
             self._release(request)
             self.counters.requests_finished += 1
         return EngineOutput(
@@ -259,6 +341,10 @@ class Scheduler:
             finish_reason=reason,
         )
 
+    def _stop_running(self, request: Request) -> None:
+        self.context_tokens -= request.num_computed
+        self._prefilling.pop(request.ask.request_id, None)
+
     def _release(self, request: Request) -> None:
         self.pool.release(request.block_ids)
         request.block_ids.clear()
@@ -266,13 +352,18 @@ class Scheduler:
     @property
     def unprefilled_tokens(self) -> int:
         """Tokens to compute before every request is decoding; cached prefixes count in full."""
-        running = (len(r.token_ids) - r.num_computed for r in self.running.values())
-        return self._waiting_tokens + sum(left for left in running if left > 1)
+        if not self._prefilling:  # most often, and asked after every step
+            return self._waiting_tokens
+        left = (len(r.token_ids) - r.num_computed for r in self._prefilling.values())
+        return self._waiting_tokens + sum(left)
 
     @property
-    def context_tokens(self) -> int:
-        """Tokens whose KV running requests hold."""
-        return sum(request.num_computed for request in self.running.values())
+    def scheduled_tokens(self) -> int:
+        """Those of them that the step in flight computes."""
+        if not self._prefilling:
+            return 0
+        rows = (self._step.get(request) for request in self._prefilling.values())
+        return sum(len(row.token_ids) for row in rows if row is not None)
 
     def check(self) -> None:
         """Compare queues, states and blocks.
@@ -286,7 +377,17 @@ class Scheduler:
         for request in self.running.values():
             if request.state is not Unfinished.RUNNING:
                 raise InternalError(f"{request} runs and is {request.state}")
-        if self._waiting_tokens != sum(len(r.token_ids) for r in self.waiting.values()):
-            raise InternalError(f"{self._waiting_tokens} tokens wait, by a wrong count")
+        self._check_sums()
         holders = dict.fromkeys([*self.running.values(), *self._step])
         self.pool.check(request.block_ids for request in holders)
+
+    def _check_sums(self) -> None:
+        running, waiting = self.running.values(), self.waiting.values()
+        if self._waiting_tokens != sum(len(r.token_ids) for r in waiting):
+            raise InternalError(f"{self._waiting_tokens} tokens wait, by a wrong count")
+        if self.context_tokens != sum(r.num_computed for r in running):
+            raise InternalError(f"{self.context_tokens} tokens are cached, by a wrong count")
+        if self.generated_tokens != sum(r.num_outputs for r in (*running, *waiting)):
+            raise InternalError(f"{self.generated_tokens} tokens were made, by a wrong count")
+        if not self._prefilling.keys() <= self.running.keys():
+            raise InternalError(f"{list(self._prefilling)} prefill; {list(self.running)} run")

@@ -26,6 +26,12 @@ Answered at once, in the middle of a step too: what the head of a process asks t
 engine hangs.
 """
 
+TAKE_BACK = "dpkit_take_back"
+"""dpkit's own method: of the ids in a list, those of requests that the engine has given up for it.
+
+It does so with those that it does not run, and says nothing of them any more.
+"""
+
 
 class Answer(Protocol):
     """Takes the answer to one call."""

@@ -29,10 +29,11 @@ from dpkit.wire.foreign import to_vllm
 from dpkit.wire.structs import EngineReport, FinishCode, UtilityCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from dpkit.engine.limits import EngineLimits
-    from dpkit.link.zmq import Held, ZmqLink
+    from dpkit.link.wirelink import ZmqLink
+    from dpkit.link.zmq import Held, OnTaken
     from dpkit.messages import EngineId, GenerateRequest, ModelSpec
     from dpkit.wire.structs import Envelope, SchedulerStats, UtilityAnswer, WireOutput, WireRequest
     from dpkit.wire.zsocket import ZSocket
@@ -139,6 +140,10 @@ class ForeignConnection(WireConnection):
             self._counts.requests_aborted += 1
             self._aborted_at[wire_id] = trio.current_time()
         super().abort(wire_id)
+
+    def take_back(self, wire_ids: Sequence[str], on_taken: OnTaken) -> None:  # noqa: ARG002 - none is
+        """Get none: such an engine drops what it is told to, but does not say how far it was."""
+        on_taken(self.engine, ())
 
     def forget_aborted(self, before: float) -> None:
         """Wait no more for the word that requests are dropped that were aborted before a time.

@@ -14,9 +14,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dpkit.errors import DpkitError
-from dpkit.link.control import Control
+from dpkit.link.control import TAKE_BACK, Control
 from dpkit.link.port import Port
-from dpkit.messages import EngineStats
+from dpkit.messages import EngineStats, StepWork
 from dpkit.nursery.inbox import duplicate
 from dpkit.wire.codec import MAX_MESSAGE_BYTES, Abort, Add, decode_input, encode_envelope
 from dpkit.wire.convert import from_wire
@@ -60,6 +60,7 @@ class Frontends:
         """How the coordinator is told of counts and waves; None while there is none."""
         self._leaving: dict[str, Port] = {}  # aborted, and the engine has still to hear of it
         self._counts_changed = False
+        self._told_step: StepWork | None = None
         self._is_stopping = False
         self._loop: BusyLoop
         self._control: Control
@@ -77,6 +78,7 @@ class Frontends:
     def connect(self, ports: Iterable[Send]) -> None:
         """Say how frontends are told, in the order of their indices."""
         self._ports = [Port(index, self._rank, send) for index, send in enumerate(ports)]
+        self._inbox.senders += (port.sender for port in self._ports)
 
     @property
     def is_deserted(self) -> bool:
@@ -103,6 +105,7 @@ class Frontends:
 
     def _add(self, port: Port, wire: WireRequest) -> None:
         request_id = wire.request_id
+        port.sender.sent += 1
         if any(request_id in each for each in self._ports):
             self._end(port, request_id, duplicate(request_id))
         elif self._is_stopping or wire.abort_immediately:
@@ -147,8 +150,19 @@ class Frontends:
 
         if self._is_stopping:
             answer(failure=_SHUTTING_DOWN)
+        elif call.method == TAKE_BACK:
+            answer(self._take_back(port, call.args))
         else:
             self._control.call(call.method, call.args, answer)
+
+    def _take_back(self, port: Port, args: Sequence[Any]) -> list[str]:
+        """Give requests up for whoever asked for them; whatever else is asked means none."""
+        asked = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else ()
+        theirs = [each for each in asked if isinstance(each, str) and each in port]
+        taken = self._inbox.take_back(theirs, port.deliver)
+        for request_id in taken:
+            port.release(request_id)
+        return taken
 
     # -- What goes out: the busy loop's hooks ------------------------------------------------------
 
@@ -160,13 +174,17 @@ class Frontends:
         """Send what the drain or the step that is over has brought, and acknowledge its aborts.
 
         Changed counts go to every frontend, not only, as vLLM's do, to the first: each of them
-        chooses engines by what it has heard itself.
+        chooses engines by what it has heard itself. So does what is left of a long prompt.
         """
         for request_id in aborted:
             port = self._leaving.pop(request_id, None)
             if port is not None and request_id not in port:  # else it has come anew by the same id
                 port.acknowledge(request_id)
-        self._send(even_numbers=self._counts_changed)
+        last = self._loop.last_step
+        # A long prompt takes steps that bring no output and change no count, but leave less to do.
+        has_prefilled = last is not self._told_step and last.prefill_tokens > 0
+        self._told_step = last
+        self._send(even_numbers=self._counts_changed or has_prefilled)
         self._control.go_on()
 
     def _send(self, *, even_numbers: bool) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dpkit.nursery.inbox import Sender
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from dpkit.messages import EngineId, GenerateRequest
-    from dpkit.nursery.inbox import Deliver, Inbox
+    from dpkit.nursery.inbox import Deliver, Inbox, OnReport
     from dpkit.nursery.meter import Meter
 
 
@@ -18,21 +22,30 @@ class LocalLink:
         inbox: Its input.
         deliver: Where its outputs go: a client's `deliver`.
         meter: Told of aborts; None: nobody measures them.
+        on_report: Where its reports go; None: nowhere.
     """
 
     def __init__(
-        self, engine: EngineId, inbox: Inbox, deliver: Deliver, meter: Meter | None = None
+        self,
+        engine: EngineId,
+        inbox: Inbox,
+        deliver: Deliver,
+        meter: Meter | None = None,
+        on_report: OnReport | None = None,
     ) -> None:
         self.engine = engine
         self._inbox = inbox
         self._deliver = deliver
         self._meter = meter
+        self._sender = Sender(on_report)
+        inbox.senders.append(self._sender)
 
     def __repr__(self) -> str:
         return f"<LocalLink to {self.engine}>"
 
     def submit(self, request: GenerateRequest) -> None:
         """Hand a request over; it is seen at the engine's next drain."""
+        self._sender.sent += 1
         self._inbox.submit(request, self._deliver)
 
     def abort(self, request_id: str) -> None:
@@ -40,3 +53,9 @@ class LocalLink:
         was_queued = self._inbox.abort(request_id, self._deliver)
         if self._meter is not None and not was_queued:
             self._meter.abort(request_id)
+
+    def take_back(
+        self, request_ids: Sequence[str], on_taken: Callable[[EngineId, Sequence[str]], object]
+    ) -> None:
+        """Ask for requests that the engine does not run; answered at once."""
+        on_taken(self.engine, self._inbox.take_back(request_ids, self._deliver))

@@ -7,12 +7,14 @@ with dpkit's engines and with vLLM's alike. Waits for nothing: whoever owns the 
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 from attrs import define
+from msgspec import UNSET
 
 from dpkit.errors import EngineLost, RequestRejected, WireError
 from dpkit.link.progress import Progress
@@ -35,8 +37,8 @@ from dpkit.wire.zsocket import PeerGone
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from dpkit.link.wirelink import ZmqLink
     from dpkit.messages import EngineId, GenerateRequest
-    from dpkit.nursery.inbox import Deliver
     from dpkit.wire.structs import (
         EngineReport,
         Envelope,
@@ -46,8 +48,12 @@ if TYPE_CHECKING:
     )
     from dpkit.wire.zsocket import ZSocket
 
-PROGRESS = "dpkit_progress"
-"""The call that a dpkit engine answers at once, in the middle of a step too."""
+    OnTaken = Callable[[EngineId, Sequence[str]], object]
+
+PROGRESS, TAKE_BACK = "dpkit_progress", "dpkit_take_back"
+"""The calls that a dpkit engine answers at once, in the middle of a step too."""
+
+_FIRST_TAKE = 2**32  # the id of a call; those of `progress` are below
 
 PIECE = 32
 """Outputs of one message that are taken in before others may have a turn."""
@@ -112,6 +118,13 @@ class WireConnection:
         self._identity = rank_identity(rank)
         self._socket = socket
         self._limit = limit
+        self.links: list[ZmqLink] = []
+        # Whose request was sent when, for those that the engine has not yet reckoned with. None:
+        # it does not tell, as vLLM's do not.
+        self._unreckoned: deque[tuple[ZmqLink, int]] | None = deque()
+        self._reckoned = 0
+        self._takes: dict[int, OnTaken] = {}
+        self._take_ids = count(_FIRST_TAKE)
         self._on_stats = on_stats
         self._on_gone = on_gone
         self._held: dict[str, Held] = {}
@@ -156,6 +169,8 @@ class WireConnection:
         except EngineLost as error:
             self._on_gone(error)
             raise
+        if self._unreckoned is not None:
+            self._unreckoned.append((link, link.sent))
         sampling = request.sampling
         asks_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         self._held[wire_id] = Held(request.request_id, asked, link, asks_logprobs)
@@ -184,6 +199,14 @@ class WireConnection:
         except EngineLost:  # gone, and the request with it; whoever watches the process says so
             self.meter.forget(wire_id)
             self._settle(wire_id)
+
+    def take_back(self, wire_ids: Sequence[str], on_taken: OnTaken) -> None:
+        """Ask for requests that the engine does not run; its answer is handed on when it comes."""
+        call_id = next(self._take_ids)
+        call = UtilityCall(client_index=0, call_id=call_id, method=TAKE_BACK, args=(wire_ids,))
+        with suppress(EngineLost):  # gone, and whoever watches the process says so
+            self._send(encode_input(Utility(call)), TAKE_BACK)
+            self._takes[call_id] = on_taken
 
     def ask_progress(self) -> None:
         """Ask the engine how far it is, unless it still owes an answer."""
@@ -225,7 +248,26 @@ class WireConnection:
         return None
 
     def _take_answer(self, answer: UtilityAnswer) -> None:
-        self.progress.answered(answer)
+        if (on_taken := self._takes.pop(answer.call_id, None)) is None:
+            self.progress.answered(answer)
+            return
+        match answer.result:
+            case [_, [*wire_ids]] if answer.failure_message is None:
+                self._take_given(wire_ids, on_taken)
+            case _:  # it is about to end, and keeps what it has until then
+                self._take_given((), on_taken)
+
+    def _take_given(self, wire_ids: Sequence[Any], on_taken: OnTaken) -> None:
+        """The engine has given requests up, and says nothing more of them."""
+        taken = []
+        for wire_id in wire_ids:
+            if (held := self._held.pop(wire_id, None)) is not None:
+                held.link.forget(held.request_id)
+                taken.append(held.request_id)
+            else:
+                self._aborting.discard(wire_id)  # left meanwhile: the abort is not acknowledged
+        on_taken(self.engine, taken)
+        self._note_idle()
 
     def _take_batch(self, envelope: Envelope) -> Iterator[None]:
         if envelope.wave_complete is not None or envelope.start_wave is not None:
@@ -262,6 +304,20 @@ class WireConnection:
             self._take_end(wire_id)
         if envelope.scheduler_stats is not None:
             self._on_stats(self.stats)
+            self._report()
+
+    def _report(self) -> None:
+        """Hand on how much work the engine says that it has."""
+        told, unreckoned = self.stats.dpkit, self._unreckoned
+        if told is UNSET or unreckoned is None:
+            self._unreckoned = None
+            return
+        while unreckoned and self._reckoned < told.acknowledged:
+            self._reckoned += 1
+            link, number = unreckoned.popleft()
+            link.acknowledged = number
+        for link in self.links:
+            link.report(self.stats, is_settled=not unreckoned)
 
     def _take_output(self, output: WireOutput, held: Held) -> None:
         told = output_from_wire(output, held.asked, request_id=held.request_id, engine=self.engine)
@@ -318,6 +374,7 @@ class WireConnection:
         self._held.clear()
         self._aborting.clear()
         self.meter.end()
+        self._takes.clear()
         for each in held:
             error = EngineLost(
                 f"engine {self.engine} was lost while it held request {each.request_id}: {said}",
@@ -338,45 +395,3 @@ class WireConnection:
         elif stats.kv_cache_usage:
             share = f"{stats.kv_cache_usage:.1%}"
             yield f"{self.engine} says that {share} of its blocks are held, and has no requests"
-
-
-class ZmqLink:
-    """Implements `dpkit.abc.EngineLink`; owns nothing.
-
-    Args:
-        connection: To the incarnation at the other end.
-        deliver: Where the outputs go: a client's `deliver`.
-    """
-
-    def __init__(self, connection: WireConnection, deliver: Deliver) -> None:
-        self.engine = connection.engine
-        self.deliver = deliver
-        self._connection = connection
-        self._wire_ids: dict[str, str] = {}
-
-    def __repr__(self) -> str:
-        return f"<ZmqLink to {self.engine}>"
-
-    def submit(self, request: GenerateRequest) -> None:
-        """Send a request."""
-        if (wire_id := self._connection.submit(request, self)) is not None:
-            self._wire_ids[request.request_id] = wire_id
-
-    def abort(self, request_id: str) -> None:
-        """Ask the engine to drop a request; unknown ids are ignored."""
-        if (wire_id := self._wire_ids.pop(request_id, None)) is not None:
-            self._connection.abort(wire_id)
-
-    # The other half of the connection.
-
-    def forget(self, request_id: str) -> None:
-        """A request has its last output, or is about to have it."""
-        self._wire_ids.pop(request_id, None)
-
-    def fail(self, request_id: str, error: Exception) -> None:
-        """End a request with an error."""
-        self.forget(request_id)
-        self.deliver(
-            self.engine,
-            EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error),
-        )

@@ -6,7 +6,7 @@
   life), `runner` (where steps run), `inbox`, `membership` (who may be picked), `reload`
 * a request: `client`, `requests` and `prompts` (making it), `stream` and `mailbox` (reading it),
   `flights` and `flight` (what becomes of it in between)
-* what is known: `fanin` and `coordinator` (loads), `events` and `eventwriter`, `dump`
+* what is known: `fanin` and `coordinator` (loads), `events` and `eventwriter`, `steplog`, `dump`
 
 The only package that owns tasks. Everything it decides lives in sans-IO packages (`dpkit.engine`,
 `dpkit.balancer`); here those decisions meet time, wake-ups and cancellation.

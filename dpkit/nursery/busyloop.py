@@ -15,10 +15,10 @@ import trio
 
 from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, describe, reason
 from dpkit.link.local import LocalLink
-from dpkit.messages import EngineOutput, EngineStats, StepReport
+from dpkit.messages import EngineOutput, EngineStats, StepWork
 from dpkit.names import FinishReason
 from dpkit.nursery.handout import HandOut
-from dpkit.nursery.inbox import duplicate
+from dpkit.nursery.inbox import NOBODY, duplicate
 from dpkit.nursery.meter import Meter
 from dpkit.nursery.runner import Patience, open_runner
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dpkit.engine.core import EngineCore, EngineCoreStatistics
     from dpkit.engine.limits import EngineLimits
     from dpkit.engine.publish import PublishGate
-    from dpkit.messages import Batch, EngineId, GenerateRequest, StepResult
-    from dpkit.nursery.inbox import Deliver, Inbox
+    from dpkit.messages import Batch, EngineId, GenerateRequest, StepReport, StepResult
+    from dpkit.nursery.inbox import Deliver, Inbox, OnReport, Sender
     from dpkit.nursery.lockstep import Lockstep
     from dpkit.nursery.runner import Runner
 
@@ -73,11 +73,14 @@ class BusyLoop:
         self.engine = engine
         self.core = core
         self.inbox = inbox
+        inbox.give_back = self._give_back
         self.lockstep = lockstep
         self.ready = trio.Event()
         self.ended = trio.Event()
         self.step_started_at: float | None = None
         """When the step under way, or the allocation before the first, began; for a watchdog."""
+        self.last_step = StepWork()
+        """What the last step computed."""
         self.cause: Exception | None = None
         """Why this life is over, once it is lost."""
         self._index = index
@@ -92,6 +95,7 @@ class BusyLoop:
         self._hand_out = HandOut(self._send, self._check_alive)
         self._seq = 0
         self._steps = 0
+        self._has_drained = False
         self._step_time_s = 0.0
         self._was_halved = False  # the last step, and the next one is the second try
         self._models_error: Exception | None = None
@@ -150,15 +154,20 @@ class BusyLoop:
             in_wave = lockstep is not None and lockstep.look(self.core.has_requests())
             self._publish_if_changed()  # a long step must not hide what arrived before it
             self._flush(aborted)
-            if (batch := self.core.schedule()) is not None:
+            batch = self.core.schedule()
+            if self._has_drained or (batch is not None and self.core.work.prefill_tokens):
+                self._report()  # what the step leaves undone is known by now
+            if batch is not None:
                 if (result := await self._execute(runner, batch)) is None:
                     continue
                 self._steps += 1
+                self.last_step = self.core.work
                 outputs = self.core.apply(batch, result)
                 self.meter.step(len(outputs), _first_prompts(batch))
                 await self._hand_out.run(outputs)
                 self._publish_if_changed()
                 self._flush(())
+                self._report()
             elif self.core.has_requests():
                 raise InternalError(
                     f"engine {self.engine} has requests it can neither run nor refuse",
@@ -217,6 +226,7 @@ class BusyLoop:
 
     def _drain(self) -> Sequence[str]:
         drained = self.inbox.drain()
+        self._has_drained = bool(drained.aborts or drained.requests)
         self.core.abort(drained.aborts)
         self.meter.freed(drained.aborts)
         for request_id in drained.aborts:
@@ -225,6 +235,15 @@ class BusyLoop:
             self._add(request, deliver)
         self._send(self.core.take_outputs())  # refusals
         return drained.aborts
+
+    def _give_back(self, request_ids: Iterable[str], deliver: Deliver) -> Sequence[str]:
+        """Give up requests that wait: they are in no step, so this may be in the middle of one."""
+        theirs = [each for each in request_ids if self._deliver.get(each) == deliver]
+        taken = self.core.take_back(theirs)
+        for request_id in taken:
+            del self._deliver[request_id]
+        self._publish_if_changed()
+        return taken
 
     def _add(self, request: GenerateRequest, deliver: Deliver) -> None:
         request_id = request.request_id
@@ -291,9 +310,9 @@ class BusyLoop:
         """What the engine may hold and do at once."""
         return self.core.limits
 
-    def link(self, deliver: Deliver) -> LocalLink:
+    def link(self, deliver: Deliver, on_report: OnReport | None = None) -> LocalLink:
         """A link to this life for one client."""
-        return LocalLink(self.engine, self.inbox, deliver, self.meter)
+        return LocalLink(self.engine, self.inbox, deliver, self.meter, on_report)
 
     def close(self) -> None:
         """Take nothing new, and end when what is there is finished."""
@@ -345,13 +364,17 @@ class BusyLoop:
         """What its counts are told with: the wave and the step of its group, or its own steps."""
         return (0, self._steps) if self.lockstep is None else self.lockstep.stamp
 
-    def report(self) -> StepReport:
+    def report(self, sender: Sender = NOBODY) -> StepReport:
         """How much work this engine's requests are, and how long its last step took."""
-        return StepReport(
-            step_time_s=self._step_time_s,
-            unprefilled_tokens=self.core.get_unprefilled_tokens(),
-            context_tokens=self.core.get_context_tokens(),
+        return self.core.report(
+            self._step_time_s, self.last_step, sent=sender.sent, acknowledged=sender.acknowledged
         )
+
+    def _report(self) -> None:
+        """Tell each client that wants to know, with its own counts."""
+        for sender in self.inbox.senders:
+            if sender.on_report is not None:
+                sender.on_report(self.engine, self.report(sender))
 
     def _publish_if_changed(self) -> None:
         if self._publish is None:

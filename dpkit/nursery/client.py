@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Unpack
 from attrs import frozen
 
 from dpkit.errors import RequestRejected
-from dpkit.names import Cause
+from dpkit.names import Binding, Cause
 from dpkit.nursery.requests import RequestMaker
 from dpkit.nursery.stream import OutputStream
 from dpkit.nursery.submission import Submission, check_sink
@@ -45,6 +45,8 @@ class ClientStatistics:
     """Requests that wait for a place, now."""
     requests: tuple[RequestStatistics, ...]
     """Each of those, oldest first."""
+    binding: Binding
+    """Whether they get an engine when they come, or when it can begin them."""
     admission: AdmissionStatistics
     """The queue: who waits, by tenant; how many were refused."""
     started: int
@@ -55,6 +57,8 @@ class ClientStatistics:
     """Placed anew after their engine was lost before it had delivered anything."""
     resumed: int
     """Continued on another engine, after their tokens so far."""
+    taken_back: int
+    """Had back from an engine short of memory that did not run them, and placed anew."""
     retries_refused: int
     """Not placed anew for want of ``admission.retry_budget``: lost with their engine."""
     late_outputs: int
@@ -253,11 +257,13 @@ class Client:
             inflight=self._ledger.statistics().by_engine,
             queued=flights.queued,
             requests=flights.statistics() if requests else (),
-            admission=flights.admission(),
+            binding=flights.line.binding,
+            admission=flights.line.statistics(),
             started=flights.started,
             causes=dict(flights.causes),
             retried=flights.retried,
             resumed=flights.resumed,
+            taken_back=flights.rescue.taken,
             retries_refused=flights.retries.refused,
             late_outputs=flights.late_outputs,
             sinks_failed=flights.sinks_failed,

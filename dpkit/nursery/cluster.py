@@ -7,7 +7,7 @@ Wires and answers; decides nothing. The tree::
     │   ├─ coordinator
     │   ├─ engine NAME-0, NAME-1, …   a supervisor: one life after the other
     │   ├─ timers: deadlines, ejections
-    │   └─ event writer, when log.events names a file
+    │   └─ event log writer, step log writer: when log.events, log.steps name files
     └─ body: your code; a request spawns nothing
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
@@ -40,9 +39,9 @@ from dpkit.nursery.context import protected_context
 from dpkit.nursery.coordinator import Coordinator
 from dpkit.nursery.dump import dump
 from dpkit.nursery.events import EventKind, EventLog
-from dpkit.nursery.eventwriter import EventWriter
 from dpkit.nursery.fanin import StatsFanIn
 from dpkit.nursery.launchers import Launchers
+from dpkit.nursery.logfiles import LogFiles
 from dpkit.nursery.membership import Membership
 from dpkit.nursery.reload import make_plan, prepare
 from dpkit.nursery.roster import Roster, refuse_no_time
@@ -51,14 +50,17 @@ from dpkit.nursery.standing import ClusterStatistics, EngineStanding
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
-    from dpkit.abc import Policy
+    from dpkit.balancer.dispatch import EarlyDispatch
     from dpkit.messages import EngineId, Snapshot
     from dpkit.nursery.build import Models
     from dpkit.nursery.client import Client
     from dpkit.nursery.reload import Plan
     from dpkit.nursery.services import Services
     from dpkit.nursery.slot import EngineSlot
+
+    Dispatches = Sequence[EarlyDispatch | None]
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class Cluster:
         self.config = config
         self.events = EventLog()
         """What happened: engines that come and go, requests that end."""
-        self._writer: EventWriter | None = None
+        self._logs = LogFiles()
         self._started = False
         self._services: Services | None = None
         self._changing = trio.Lock()  # scale and apply: one after the other
@@ -122,7 +124,7 @@ class Cluster:
             coordinator_restarts=self._coordinator.restarts,
             fanin=self._fanin.statistics(),
             health=self._membership.statistics(),
-            events_lost=self.events.dropped + (self._writer.lost if self._writer else 0),
+            events_lost=self.events.dropped + self._logs.events_lost,
         )
 
     @property
@@ -233,14 +235,14 @@ class Cluster:
                 return plan
             models = await load_models(config)
             builder = self._make_builder(config, models)
-            policies = self._new_policies(config, builder)
+            dispatches = self._new_dispatches(config, builder)
             try:
                 change = await prepare(self._roster, builder, config, self._launchers.wait_loaded)
             except BaseException:
                 self._launchers.keep(self.config.engines)
                 raise
             try:
-                self._switch(config, builder, policies)
+                self._switch(config, builder, dispatches)
             except BaseException:
                 self._roster.dismiss(change.arriving)
                 raise
@@ -261,29 +263,29 @@ class Cluster:
             on_waves=self._coordinator.note_waves,
         )
 
-    def _new_policies(self, config: Config, builder: Builder) -> list[Policy | None]:
-        """Make the policy of each client; None: it keeps the one it has."""
-        if config.balancer.policy == self.config.balancer.policy:
+    def _new_dispatches(self, config: Config, builder: Builder) -> Dispatches:
+        """Make the dispatch of each client; None: it keeps the one it has."""
+        old, new = self.config.balancer, config.balancer
+        if old.policy == new.policy and old.bound is new.bound:
             return [None] * len(self._flights)
-        return [builder.policy(index) for index in range(len(self._flights))]
+        late, each = builder.binding(len(self._flights)), enumerate(self._flights)
+        return [flights.rebound(builder.policy(index), late) for index, flights in each]
 
-    def _switch(self, config: Config, builder: Builder, policies: Sequence[Policy | None]) -> None:
+    def _switch(self, config: Config, builder: Builder, dispatches: Dispatches) -> None:
         self.config, self._builder = config, builder
         self._rules.interval = config.coordinator.interval
         self._membership.use(config.balancer)
         self._roster.use(config, builder)
-        for flights, policy in zip(self._flights, policies, strict=True):
-            flights.use(builder.limits(), policy)
+        for each, dispatch in zip(self._flights, dispatches, strict=True):
+            each.use(builder.limits(), dispatch)
 
     # The other half of `open_cluster`.
 
     def start(self, services: Services) -> None:
         """Start the coordinator, the timers and all engines."""
         self._services = services
-        if (path := self.config.log.events) is not None:
-            self._writer = EventWriter(self.events, Path(path))
-            services.stop_with(self._writer.flush)  # first in, last out: engines end before logs
-            services.start_soon(self._writer.run, name="event writer")
+        logs = self.config.log
+        self._logs.start(logs, services, events=self.events, membership=self._membership)
         services.stop_with(self._stop)
         services.start_soon(self._coordinator.run, name="coordinator")
         services.start_soon(self._membership.keep_time, name="ejection timer")

@@ -41,6 +41,7 @@ class EventKind(enum.StrEnum):
     COORDINATOR_LOST = "coordinator_lost"
     REQUEST_RETRIED = "request_retried"
     REQUEST_RESUMED = "request_resumed"
+    REQUEST_TAKEN_BACK = "request_taken_back"
     RETRY_REFUSED = "retry_refused"
     REQUEST_ENDED = "request_ended"
     SINK_FAILED = "sink_failed"
@@ -54,6 +55,7 @@ _LEVELS = {
     EventKind.ENGINE_ABSENT: logging.WARNING,
     EventKind.REQUEST_RETRIED: logging.DEBUG,
     EventKind.REQUEST_RESUMED: logging.DEBUG,
+    EventKind.REQUEST_TAKEN_BACK: logging.DEBUG,
     EventKind.RETRY_REFUSED: logging.DEBUG,
     EventKind.REQUEST_ENDED: logging.DEBUG,
     EventKind.SINK_FAILED: logging.DEBUG,  # logged by who called it, with its traceback

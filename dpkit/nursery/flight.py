@@ -27,11 +27,11 @@ from dpkit.nursery.events import Event, EventKind, Figures
 if TYPE_CHECKING:
     from dpkit.balancer.admission import Ticket
     from dpkit.balancer.dispatch import Placement
+    from dpkit.balancer.retries import RetryBudget
     from dpkit.errors import DpkitError, EngineLost
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
+    from dpkit.nursery.events import EventLog
     from dpkit.nursery.meter import FirstTokens
-
-_log = logging.getLogger(__name__)
 
 _log = logging.getLogger("dpkit.nursery.flights")
 
@@ -117,6 +117,8 @@ class Flight:
     answered: bool = False
     """Whether the engine that has it now has given a token."""
     retries: int = 0
+    prospect: object = None
+    """What the policy wants to know of it while it waits, made when it is first wanted."""
     admitted_at: float = field(factory=trio.current_time)
     placed_at: float | None = None
     """On its first engine."""
@@ -132,9 +134,7 @@ class Flight:
         self.placement, self.engine, self.answered = placement, placement.engine, False
         if self.placed_at is None:
             self.placed_at = now
-        if _log.isEnabledFor(logging.DEBUG):
-            what = self.request.request_id, placement.engine, placement.reason
-            _log.debug("request %s goes to %s by %s", *what)
+        _log_placement(self.request.request_id, placement)
 
     def answer(self) -> None:
         """Take note that the engine that has it now has given a token."""
@@ -183,7 +183,7 @@ class Flight:
         deadline = math.inf if self.request.deadline is None else self.request.deadline
         return deadline if self.placement is not None else min(deadline, self.times_out_at)
 
-    def entry(self) -> Entry:
+    def entry(self, age: float = 0.0) -> Entry:
         """The request as the queue sees it."""
         request = self.request
         return Entry(
@@ -191,6 +191,7 @@ class Flight:
             priority=request.priority,
             tenant=request.tenant,
             tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
+            age=age,
         )
 
     def may_go_elsewhere(self, *, resume: bool) -> bool:
@@ -204,12 +205,10 @@ class Flight:
 
         The prompt was described with the first token, so that is not asked again.
         """
-        self.retries_left -= 1
-        self.retries += 1
         self.times_out_at = times_out_at
         if not self.delivered:
             return
-        asked = self.receiver.request
+        asked, self.prospect = self.receiver.request, None
         self.request = evolve(
             asked,
             output_token_ids=asked.output_token_ids + tuple(self.delivered),
@@ -242,7 +241,7 @@ def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
     )
 
 
-def log_placement(request_id: str, placement: Placement) -> None:
+def _log_placement(request_id: str, placement: Placement) -> None:
     """Tell where a request goes, for who looks for errors."""
     if _log.isEnabledFor(logging.DEBUG):
         engine, of = placement.engine, about(request_id=request_id, engine=placement.engine)
@@ -255,6 +254,25 @@ def not_retried(error: EngineLost) -> str:
         f"{error}; it is not placed again, since too many requests are, after earlier losses "
         "(admission.retry_budget); try again later"
     )
+
+
+def has_budget(
+    flight: Flight,
+    error: EngineLost,
+    retries: RetryBudget,
+    events: EventLog,
+    *,
+    share: float,
+    of: int,
+) -> bool:
+    """Whether a request of a lost engine may be placed anew: such a share of so many may be."""
+    engine = flight.engine
+    assert engine is not None  # noqa: S101 - or it could not have been lost
+    if retries.take(engine, trio.current_time(), share=share, requests=of):
+        return True
+    error.args = (not_retried(error),)  # the error was made for this request alone
+    events.emit(EventKind.RETRY_REFUSED, engine=engine, request_id=flight.request.request_id)
+    return False
 
 
 def lateness(

@@ -3,7 +3,7 @@
 One synchronous state machine: queued, placed, ended. Whatever happens (an output, a lost engine, a
 reader that leaves, a deadline, a drain) is one call that changes all the books at once and returns;
 the only thing a request ever waits for is its place, in its own task. Knows engines only as links,
-and nothing of prompts or text.
+and nothing of prompts or text. Who waits, and who goes next, is `dpkit.nursery.line`'s.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.balancer.admission import AdmissionQueue
+from dpkit.balancer.late import make_dispatch
 from dpkit.balancer.retries import RetryBudget
 from dpkit.errors import ClusterClosed, EngineLost, describe
-from dpkit.names import Cause, FinishReason
+from dpkit.names import Binding, Cause, FinishReason
 from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
-from dpkit.nursery.flight import Flight, cause_of, lateness, log_placement, not_retried, refusal
+from dpkit.nursery.flight import Flight, cause_of, has_budget, lateness, refusal
 from dpkit.nursery.inbox import duplicate
+from dpkit.nursery.line import Line
 from dpkit.nursery.meter import FirstTokens
+from dpkit.nursery.rescue import Rescue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from dpkit.abc import EngineLink, Policy
-    from dpkit.balancer.admission import AdmissionStatistics
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
     from dpkit.errors import DpkitError
-    from dpkit.messages import EngineId, EngineOutput, Snapshot
+    from dpkit.messages import EngineId, EngineOutput, Room, Snapshot, StepReport
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flight import Limits, Receiver, RequestStatistics
     from dpkit.nursery.membership import Membership
@@ -48,14 +49,16 @@ class Flights:
         """Requests on engines, now."""
         self.started = self.retried = self.resumed = self.late_outputs = self.sinks_failed = 0
         self.retries, self.first_tokens = RetryBudget(), FirstTokens()
+        self.line = Line(dispatch, limits)
+        """Who waits for a place."""
         self._dispatch = dispatch
         self._limits = limits
         self._membership = membership
         self._events = events
         self._links: dict[EngineId, EngineLink] = {}
+        self._rooms: dict[EngineId, Room] = {}
         self._flights: dict[str, Flight] = {}
-        self._queue = AdmissionQueue(limits.max_queued, patience=limits.queue_timeout)
-        self._away: dict[str, dict[str, Flight]] = {}  # pinned to engines that are not here now
+        self.rescue = Rescue(self._flights, self._links, self._rooms, self._place_anew, self.fill)
         self._alarms = Alarms()
         self._refusal: type[DpkitError] | None = None
         self._filling = False
@@ -69,12 +72,20 @@ class Flights:
         """Requests that wait for a place."""
         return len(self._flights) - self.placed
 
-    def use(self, limits: Limits, policy: Policy | None) -> None:
-        """Go on with new limits, and a new policy if there is one; nobody under way notices."""
+    def use(self, limits: Limits, dispatch: EarlyDispatch | None) -> None:
+        """Go on with new limits, and perhaps another dispatch; nobody under way notices."""
         self._limits = limits
-        self._queue.max_queued = limits.max_queued
-        if policy is not None:
-            self._dispatch.use(policy)
+        if dispatch is not None:
+            self._dispatch = dispatch
+            dispatch.take_over()
+            for flight in self._flights.values():
+                flight.prospect = None  # of a policy that is gone
+        self.line.use(self._dispatch, limits)
+        self.fill()
+
+    def rebound(self, policy: Policy, binding: Binding) -> EarlyDispatch:
+        """A dispatch of the same books, for `use`; ConfigError: the policy cannot bind so."""
+        return make_dispatch(*self._dispatch.books, policy, binding)
 
     @property
     def picks(self) -> Mapping[str, Mapping[int, int]]:
@@ -83,13 +94,7 @@ class Flights:
 
     def placed_on(self, engine: EngineId) -> Iterator[str]:
         """Ids of the requests that one life of an engine has."""
-        for request_id, flight in self._flights.items():
-            if flight.engine == engine:
-                yield request_id
-
-    def admission(self) -> AdmissionStatistics:
-        """The queue, now and since the start."""
-        return self._queue.statistics()
+        return (name for name, flight in self._flights.items() if flight.engine == engine)
 
     def statistics(self) -> tuple[RequestStatistics, ...]:
         """Every request under way, oldest first."""
@@ -97,13 +102,17 @@ class Flights:
 
     # Engines come and go.
 
-    def connect(self, link: EngineLink) -> None:
-        """Make a life of an engine reachable."""
+    def connect(self, link: EngineLink, room: Room | None = None) -> None:
+        """Make a life of an engine reachable, which holds and does so much, if that is known."""
         self._links[link.engine] = link
+        if room is not None:
+            self._rooms[link.engine] = room
 
     def disconnect(self, engine: EngineId) -> None:
         """Forget a life of an engine; its requests have been told."""
         self._links.pop(engine, None)
+        self._rooms.pop(engine, None)
+        self.rescue.forget(engine)
 
     def expect(self, name: str) -> None:
         """Let requests wait that are pinned to an engine that will come."""
@@ -112,15 +121,13 @@ class Flights:
     def dismiss(self, name: str) -> None:
         """Refuse requests that are pinned to an engine that will not come back."""
         self._dispatch.forget(name)
-        for flight in self._away.pop(name, {}).values():
-            self._enqueue(flight, front=True)
+        self.line.recall(name)
         self.fill()
 
     def offer(self, engine: EngineId, rank: int) -> None:
         """Let the policy pick an engine; `fill` when all clients know."""
-        self._dispatch.add(engine, rank)
-        for flight in self._away.pop(engine.name, {}).values():
-            self._enqueue(flight, front=True)
+        self._dispatch.add(engine, rank, self._rooms.get(engine))
+        self.line.recall(engine.name)
 
     def withdraw(self, engine: EngineId) -> None:
         """Let the policy pick an engine no more; what it holds is not touched."""
@@ -129,6 +136,14 @@ class Flights:
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Take the coordinator's newest snapshot."""
         self._dispatch.on_snapshot(snapshot)
+
+    @trio.lowlevel.enable_ki_protection
+    def on_report(self, engine: EngineId, report: StepReport) -> None:
+        """Take an engine's own word: it may have room now. Called by links, on Trio's thread."""
+        self._dispatch.on_report(engine, report)
+        if self.line:
+            self.fill()
+        self.rescue.look(engine, report, self._dispatch, resume=self._limits.resume)
 
     # A request's life.
 
@@ -148,15 +163,12 @@ class Flights:
             raise duplicate(request.request_id)
         times_out_at = trio.current_time() + self._limits.queue_timeout
         flight = Flight(receiver, request, self._limits.retries, times_out_at, self.first_tokens)
-        at_once = not self._queue and self._has_room() and self._dispatch.has_room(request.engine)
-        if not at_once:
-            self._enqueue(flight)
+        index = self.line.admit(flight) if self._has_room else None
+        if index is None:
+            self.line.put(flight)
         self._flights[request.request_id] = flight
         self.started += 1
-        if at_once:
-            self._send(flight)
-        else:
-            self.fill()
+        self.fill() if index is None else self._send(flight, index)
         self._set_alarm(flight)
 
     @trio.lowlevel.enable_ki_protection
@@ -170,6 +182,8 @@ class Flights:
             return
         if output.token_ids and not flight.answered:
             flight.answer()
+            if flight.placement is not None:
+                self._dispatch.on_answered(flight.placement)
             self._membership.on_success(engine)
         receiver = flight.receiver
         receiver.delivered += output.token_ids
@@ -215,7 +229,7 @@ class Flights:
         self._events.emit(EventKind.SINK_FAILED, request_id=name, detail=what)
         self.end(receiver)
 
-    # The end of many at once.
+    # The end of many at once, and of those that are late.
 
     @trio.lowlevel.enable_ki_protection
     def refuse(self, error: type[DpkitError]) -> None:
@@ -235,8 +249,6 @@ class Flights:
         while self._flights:
             await self._idle.park()
 
-    # Time.
-
     async def keep_time(self) -> None:
         """End requests at their deadlines and queue time-outs; a service task, until cancelled."""
         await self._alarms.keep(self._on_time)
@@ -250,7 +262,7 @@ class Flights:
         self.fill()
 
     def _expire(self, flight: Flight, now: float) -> None:
-        if (late := lateness(flight, now, self._limits, self._queue.retry_after(now))) is not None:
+        if (late := lateness(flight, now, self._limits, self.line.retry_after(now))) is not None:
             self._fail(flight, FinishReason.ERROR, *late)
 
     def _set_alarm(self, flight: Flight) -> None:
@@ -260,51 +272,36 @@ class Flights:
 
     # Places.
 
-    def _enqueue(self, flight: Flight, *, front: bool = False) -> None:
-        entry = flight.entry()
-        if front:
-            flight.ticket = self._queue.put_front(entry)
-        else:
-            away = self.queued - len(self._queue)
-            flight.ticket = self._queue.put(entry, trio.current_time(), beside=away)
-
     def fill(self) -> None:
         """Place whoever is next in line, for as long as there is room."""
         if self._filling:
             return  # called back from within: the loop goes on below
         self._filling = True
         try:
-            while self._queue and self._has_room():
-                self._fill_one(self._queue.pop(trio.current_time()).request_id)
+            while self.line and self._has_room and (found := self.line.next()) is not None:
+                self._send(*found)
         finally:
             self._filling = False
 
-    def _fill_one(self, request_id: str) -> None:
-        flight = self._flights[request_id]
-        flight.ticket = None
-        pin = flight.request.engine
-        if self._dispatch.has_room(pin):
-            self._send(flight)
-        else:  # it must not keep others waiting that may go anywhere
-            self._away.setdefault(str(pin), {})[request_id] = flight
-
+    @property
     def _has_room(self) -> bool:
         bound = self._limits.max_inflight
-        return self._dispatch.has_room() and (bound is None or self.placed < bound)
+        return bound is None or self.placed < bound
 
-    def _send(self, flight: Flight) -> None:
+    def _send(self, flight: Flight, index: int) -> None:
         """Place a request now, unless it is too late: it must not waste a step."""
         now, deadline = trio.current_time(), flight.request.deadline
         if deadline is not None and now >= deadline:
+            self.line.look_again()
             self._expire(flight, now)
             return
         try:
-            placement = self._dispatch.place(flight.request)
+            placement = self._dispatch.place(flight.request, index)
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
+            self.line.look_again()
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
             return
         request_id, engine = flight.request.request_id, placement.engine
-        log_placement(request_id, placement)
         flight.place(placement, now)
         self.placed += 1
         self._alarms.discard(request_id)
@@ -330,28 +327,33 @@ class Flights:
         if not isinstance(error, EngineLost) or self._refusal is ClusterClosed:
             return False
         resume = self._limits.resume
-        if not (flight.may_go_elsewhere(resume=resume) and self._take_budget(flight, error)):
+        if not flight.may_go_elsewhere(resume=resume):
             return False
-        self._leave_engine(flight)
-        flight.go_elsewhere(trio.current_time() + self._limits.queue_timeout)
-        kind = EventKind.REQUEST_RESUMED if flight.delivered else EventKind.REQUEST_RETRIED
+        share = self._limits.retry_budget
+        if not has_budget(flight, error, self.retries, self._events, share=share, of=len(self)):
+            return False
+        flight.retries_left -= 1
+        flight.retries += 1
         self.resumed += bool(flight.delivered)
         self.retried += not flight.delivered
-        self._events.emit(kind, request_id=flight.request.request_id)
-        self._enqueue(flight, front=True)
+        resumed, retried = EventKind.REQUEST_RESUMED, EventKind.REQUEST_RETRIED
+        self._requeue(flight, resumed if flight.delivered else retried)
         self.fill()
-        self._set_alarm(flight)
         return True
 
-    def _take_budget(self, flight: Flight, error: EngineLost) -> bool:
-        engine, share = flight.engine, self._limits.retry_budget
-        assert engine is not None  # noqa: S101 - or it could not have been lost
-        if self.retries.take(engine, trio.current_time(), share=share, requests=len(self)):
-            return True
-        error.args = (not_retried(error),)  # the error was made for this request alone
-        name = flight.request.request_id
-        self._events.emit(EventKind.RETRY_REFUSED, engine=engine, request_id=name)
-        return False
+    def _place_anew(self, engine: EngineId, flight: Flight) -> None:
+        """Its engine has given it up, as it was asked to."""
+        self._requeue(flight, EventKind.REQUEST_TAKEN_BACK)
+        if not flight.answered:
+            self._membership.on_inconclusive(engine)
+
+    def _requeue(self, flight: Flight, kind: EventKind) -> None:
+        """Let a request have its turn again, before those that never had one."""
+        self._leave_engine(flight)
+        flight.go_elsewhere(trio.current_time() + self._limits.queue_timeout)
+        self._events.emit(kind, request_id=flight.request.request_id)
+        self.line.put(flight, front=True)
+        self._set_alarm(flight)
 
     # Ends.
 
@@ -372,24 +374,18 @@ class Flights:
             self._stop(flight, reason, cause)
             flight.receiver.fail(reason, error)
 
-    def _leave_engine(self, flight: Flight) -> None:
+    def _leave_engine(self, flight: Flight, *, finished: bool = False) -> None:
         if flight.placement is not None:
             placement, flight.placement, flight.engine = flight.placement, None, None
             self.placed -= 1
-            self._dispatch.release(placement)
-
-    def _leave_queue(self, flight: Flight) -> None:
-        if flight.ticket is not None:
-            self._queue.withdraw(flight.ticket)
-        elif self._away and (away := self._away.get(str(flight.request.engine))):
-            away.pop(flight.request.request_id, None)
+            self._dispatch.release(placement, flight.delivered, finished=finished)
 
     def _conclude(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
         """The one terminal event of a request."""
         request_id, engine = flight.request.request_id, flight.engine
         event = flight.ended(reason, cause)
-        self._leave_engine(flight)
-        self._leave_queue(flight)
+        self._leave_engine(flight, finished=cause in {Cause.STOP, Cause.LENGTH})
+        self.line.leave(flight)
         del self._flights[request_id]
         self._alarms.discard(request_id)
         self.retries.ended(trio.current_time())

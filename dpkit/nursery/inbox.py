@@ -9,16 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import trio
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from dpkit.errors import EngineLost, RequestRejected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
-    from dpkit.messages import EngineId, EngineOutput, GenerateRequest
+    from dpkit.messages import EngineId, EngineOutput, GenerateRequest, StepReport
 
     Deliver = Callable[[EngineId, EngineOutput], None]
+    OnReport = Callable[[EngineId, StepReport], None]
 
 
 def duplicate(request_id: str) -> RequestRejected:
@@ -37,6 +38,23 @@ class Drained:
     requests: tuple[tuple[GenerateRequest, Deliver], ...] = field(repr=False)
 
 
+@define(eq=False)
+class Sender:
+    """Who hands requests to one inbox, and how many: a client's link, or a frontend's port."""
+
+    on_report: OnReport | None = None
+    """Told how much work the engine has, after each drain and each step."""
+    sent: int = 0
+    """Requests handed over, refused ones included."""
+    acknowledged: int = 0
+    """How many of them had been handed over by the last drain."""
+
+
+_NOTHING: tuple[None, None] = None, None
+NOBODY = Sender()
+"""Of a report that is nobody's own."""
+
+
 class Inbox:
     """Synchronous on the sending side, so that no clean-up path needs an ``await``."""
 
@@ -45,6 +63,9 @@ class Inbox:
         self._aborts: dict[str, None] = {}
         self._wake = trio.Event()
         self.closed = False
+        self.senders: list[Sender] = []
+        self.give_back: Callable[[Iterable[str], Deliver], Iterable[str]] = lambda *_: ()
+        """Takes requests from the engine that it does not run: its busy loop's."""
 
     def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
         """Queue a request; its outputs go to `deliver`, synchronously, on Trio's thread.
@@ -69,13 +90,24 @@ class Inbox:
         A queued request of the same id whose outputs go elsewhere is another client's, and stays.
         True: it is gone already.
         """
-        _, queued_by = self._requests.get(request_id, (None, None))
+        _, queued_by = self._requests.get(request_id, _NOTHING)
         if queued_by == deliver:
             del self._requests[request_id]
             return True
         self._aborts[request_id] = None
         self._wake.set()
         return False
+
+    def take_back(self, request_ids: Iterable[str], deliver: Deliver) -> list[str]:
+        """Drop those of these requests that the engine has not begun, and return them.
+
+        Only those count whose outputs go to `deliver`.
+        """
+        queued = [each for each in request_ids if self._requests.get(each, _NOTHING)[1] == deliver]
+        for request_id in queued:
+            del self._requests[request_id]
+        drained = [each for each in request_ids if each not in queued and each not in self._aborts]
+        return queued + list(self.give_back(drained, deliver))
 
     @property
     def queued(self) -> Collection[str]:
@@ -104,6 +136,8 @@ class Inbox:
         drained = Drained(aborts=tuple(self._aborts), requests=tuple(self._requests.values()))
         self._aborts.clear()
         self._requests.clear()
+        for sender in self.senders:
+            sender.acknowledged = sender.sent
         if not self.closed:
             self._wake = trio.Event()
         return drained

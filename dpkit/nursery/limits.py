@@ -26,5 +26,6 @@ def limits_of(group: EngineGroupConfig, spec: ModelSpec) -> EngineLimits:
         num_blocks=group.kv.num_blocks,
         memory=group.kv.memory,
         prefix_cache=group.kv.prefix_cache,
+        long_prefill_share=group.scheduler.long_prefill_share,
         within=f"engines.{group.name}",
     )

@@ -8,7 +8,7 @@ and keeps each client's view to just the pickable ones. Decides nothing itself: 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
@@ -18,10 +18,23 @@ if TYPE_CHECKING:
     from dpkit.abc import EngineLink
     from dpkit.balancer.coordinator import CoordinatorRules
     from dpkit.balancer.health import Ejection, Health, HealthStatistics
-    from dpkit.messages import EngineId
+    from dpkit.messages import EngineId, Room
     from dpkit.nursery.flights import Flights
+    from dpkit.nursery.inbox import Deliver, OnReport
 
-    MakeLink = Callable[[Flights], EngineLink]
+    MakeLink = Callable[["Listener"], EngineLink]
+
+
+class Listener(Protocol):
+    """What a link to an engine tells: a client, or somebody who only listens."""
+
+    @property
+    def deliver(self) -> Deliver:
+        """Takes outputs."""
+
+    @property
+    def on_report(self) -> OnReport:
+        """Takes reports."""
 
 
 class Membership:
@@ -35,6 +48,7 @@ class Membership:
         self._health = health
         self._rules: CoordinatorRules | None = None
         self._clients: list[Flights] = []
+        self._listeners: list[Listener] = []
         self._ranks: dict[EngineId, int] = {}
         self._offered: set[EngineId] = set()
         self._timer = trio.lowlevel.ParkingLot()
@@ -69,6 +83,10 @@ class Membership:
         """Keep a client's view from now on; before the first engine joins."""
         self._clients.append(flights)
 
+    def add_listener(self, listener: Listener) -> None:
+        """Have what engines report heard by one more; before the first engine joins."""
+        self._listeners.append(listener)
+
     def expect(self, name: str) -> None:
         """An engine belongs to the cluster and will come: requests may be pinned to it already."""
         for flights in self._clients:
@@ -80,15 +98,22 @@ class Membership:
         for flights in self._clients:
             flights.dismiss(name)
 
-    def join(self, engine: EngineId, rank: int, make_link: MakeLink) -> None:
-        """A life of an engine serves from now on; `make_link` links a client to it."""
+    def join(
+        self, engine: EngineId, rank: int, make_link: MakeLink, room: Room | None = None
+    ) -> None:
+        """A life of an engine serves from now on; `make_link` links a client to it.
+
+        `room` is what it can hold and do at once, if that is known.
+        """
         for flights in self._clients:
-            flights.connect(make_link(flights))
+            flights.connect(make_link(flights), room)
         now = trio.current_time()
         self._ranks[engine] = rank
         if self._rules is not None:
             self._rules.on_engine_started(now, engine, rank)
         self._health.on_ready(engine, now)
+        for listener in self._listeners:
+            make_link(listener)
         self._refresh()
 
     def leave(self, engine: EngineId, *, lost: bool) -> None:

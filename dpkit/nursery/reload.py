@@ -35,7 +35,8 @@ _FIXED = (
     "coordinator.vote_timeout",
     "coordinator.publish",
     "coordinator.kv_publish_delta",  # in the engines that stay
-    "log.events",  # the file is open
+    "log.events",  # its writer is there, or is not
+    "log.steps",  # likewise, and engines know who listens
 )
 
 

@@ -16,7 +16,7 @@ from attrs import evolve
 
 from dpkit.errors import EngineLost, LaunchFailed, describe
 from dpkit.logs import ENGINE
-from dpkit.messages import EngineId
+from dpkit.messages import EngineId, Room
 from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.standing import EngineStatistics, EngineTotals
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from dpkit.abc import EngineLink
     from dpkit.engine.core import EngineCoreStatistics
     from dpkit.nursery.events import EventLog
-    from dpkit.nursery.flights import Flights
     from dpkit.nursery.gathering import Gathering
     from dpkit.nursery.life import Life, MakeLife
-    from dpkit.nursery.membership import Membership
+    from dpkit.nursery.membership import Listener, Membership
 
 SECOND_LOOK_S = 1.0
 """So much later than `step_timeout` a step counts as hung, or as late again if that is less."""
@@ -283,10 +282,17 @@ class EngineSlot:
     def _join(self) -> None:
         life = self.life
 
-        def make_link(flights: Flights) -> EngineLink:
-            return life.link(flights.deliver)
+        def make_link(listener: Listener) -> EngineLink:
+            return life.link(listener.deliver, listener.on_report)
 
-        self._membership.join(life.engine, self.rank, make_link)
+        limits = life.limits
+        room = Room(
+            tokens_per_step=limits.max_num_batched_tokens,
+            requests=limits.max_num_seqs,
+            kv_tokens=limits.kv_tokens,
+            has_prefix_cache=limits.prefix_cache,
+        )
+        self._membership.join(life.engine, self.rank, make_link, room)
 
     def _note_finish(self) -> None:
         if self._retired.is_set() and (self.life.cause or self.life.ended.is_set()):

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from dpkit.errors import DpkitError, EngineLost, InternalError, WireError, describe, reason
-from dpkit.link.zmq import WireConnection, ZmqLink
+from dpkit.link.wirelink import ZmqLink
 from dpkit.nursery.meter import Meter
 from dpkit.wire.codec import rank_identity
 from dpkit.wire.reports import statistics_from_wire, stats_from_wire
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from dpkit.engine.core import EngineCoreStatistics
     from dpkit.engine.limits import EngineLimits
     from dpkit.engine.publish import PublishGate
+    from dpkit.link.zmq import WireConnection
     from dpkit.messages import EngineId, EngineStats, StepReport
-    from dpkit.nursery.inbox import Deliver
+    from dpkit.nursery.inbox import Deliver, OnReport
     from dpkit.wire.zsocket import ZSocket
 
 
@@ -242,10 +243,10 @@ class WireLife(abc.ABC):
 
     # What is known of it.
 
-    def link(self, deliver: Deliver) -> ZmqLink:
+    def link(self, deliver: Deliver, on_report: OnReport | None = None) -> ZmqLink:
         """A link to this life for one client."""
         assert self._connection is not None, "an engine is linked when it is ready"  # noqa: S101
-        return ZmqLink(self._connection, deliver)
+        return ZmqLink(self._connection, deliver, on_report)
 
     def statistics(self) -> EngineCoreStatistics:
         """What the engine has done since its birth, by its newest word."""

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 import trio
 
 from dpkit import __version__
@@ -71,6 +72,8 @@ def plain(value: Any) -> Any:
     if attrs.has(type(value)):
         names = (field.name for field in attrs.fields(type(value)))
         return {name: plain(getattr(value, name)) for name in names}
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, EngineId):
         return str(value)
     if isinstance(value, Mapping):

@@ -113,6 +113,7 @@ async def _check(subject: Subject, link: EngineLink, received: _Received) -> Non
         f"they name {sorted(received.engines)}, the link {link.engine}",
     )
     await _check_aborts(subject, link, received)
+    await _check_take_back(subject, link, received)
     await _check_refusal(subject, link, received)
 
 
@@ -147,6 +148,26 @@ async def _check_aborts(subject: Subject, link: EngineLink, received: _Received)
     rule = "a request that was aborted does not end"
     ends = [output for output in received.of("at-once") if output.finish_reason is not None]
     subject.demand(rule, not ends, f"it ended by {ends}")
+
+
+async def _check_take_back(subject: Subject, link: EngineLink, received: _Received) -> None:
+    rule = "what is taken back does not end, and what is not gets its whole output"
+    answers: list[Sequence[str]] = []
+    requests = [_ask(f"back-{number}", f"to be asked for, {number}") for number in range(MANY)]
+    names = [request.request_id for request in requests]
+    for request in requests:
+        link.submit(request)
+    link.take_back([*names, "nobody"], lambda _, taken: answers.append(taken))
+    await _pass(link, received, "gate")
+    await received.wait_for(lambda: bool(answers), "`take_back` is answered", "back")
+    [taken] = answers
+    subject.demand(rule, set(taken) <= set(names), f"{taken} were taken of {names}")
+    for request in requests:
+        if request.request_id not in taken:
+            await received.wait_end(request.request_id)
+            received.check_echo(request)
+    ended = [name for name in taken for out in received.of(name) if out.finish_reason is not None]
+    subject.demand(rule, not ended, f"{ended} were taken back and have ended")
 
 
 async def _pass(link: EngineLink, received: _Received, request_id: str) -> None:

@@ -20,7 +20,7 @@ from dpkit.names import FinishReason
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dpkit.abc import EngineLink
     from dpkit.messages import EngineId, EngineStats, GenerateRequest
@@ -132,6 +132,14 @@ class FaultyLink:
     def abort(self, request_id: str) -> None:
         """Send an abort on its way."""
         self._there.send(lambda: self._link.abort(request_id))
+
+    def take_back(
+        self,
+        request_ids: Sequence[str],  # noqa: ARG002 - none is
+        on_taken: Callable[[EngineId, Sequence[str]], object],
+    ) -> None:
+        """Get none: a lost answer would leave a request with nobody."""
+        on_taken(self.engine, ())
 
     def _submit(self, request: GenerateRequest) -> None:
         try:

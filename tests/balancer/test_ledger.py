@@ -161,6 +161,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert {engine: self.ledger.inflight(engine) for engine in self.engines} == {
             engine: counts[engine] for engine in self.engines
         }
+        for engine in self.engines:  # in the order in which they came
+            mine = [charge.request_id for charge in self.live.values() if charge.engine == engine]
+            assert self.ledger.requests(engine) == mine
         statistics = self.ledger.statistics()
         assert statistics.by_engine == counts
         assert statistics.charged - statistics.released == len(self.live)

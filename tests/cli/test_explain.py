@@ -108,6 +108,18 @@ def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explai
 
 
 @pytest.mark.parametrize(
+    ("policy", "bound"),
+    [
+        ("inflight", "gets its engine the moment it comes. By policy inflight"),
+        ("expected_ttft", "gets its engine when that could begin it with the next step"),
+    ],
+)
+def test_words_tell_when_requests_are_bound(explain: Explain, policy: str, bound: str) -> None:
+    out = " ".join(explain(EXAMPLE, "--set", f"balancer.policy={policy}").split())
+    assert bound in out
+
+
+@pytest.mark.parametrize(
     ("flag", "said"),
     [
         (
@@ -369,3 +381,9 @@ def test_a_model_that_only_dpkit_has_is_served_by_dpkit(explain: Explain, file: 
     ranks = "for RANK in 2 3 4; do dpkit engine --config"
     where = '--rank "$RANK" --handshake tcp://10.0.0.1:29550 --redial 10s & done; wait'
     assert f"    {ranks} {file} {where}\n" in explain(file)
+
+
+def test_what_long_prompts_leave_others_is_told(explain: Explain, file: Path) -> None:
+    assert "Long prompts" not in explain(file)
+    file.write_text('[[engines]]\nmodel = "echo"\nscheduler.long_prefill_share = 0.7\n')
+    assert "tokens. Long prompts leave others 30% of it." in explain(file)

@@ -20,7 +20,9 @@ from dpkit.messages import EngineId
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, README = ROOT / "dpkit.toml", ROOT / "README.md"
-COMMANDS = "run, engine, coordinator, bench, check, explain, config, schema, fetch"
+COMMANDS = (
+    "run, engine, coordinator, bench, check, explain, config, simulate, plan, fit, schema, fetch"
+)
 HEAVY = {"torch", "zmq", "trio", "numpy", "transformers", "rich"}
 
 

@@ -78,7 +78,7 @@ def test_commented_keys_of_the_example_stand_at_their_defaults(full_example: str
     full, plain = parse_config(full_example), load_config(ROOT / "dpkit.toml")
     names = ("model_name", "api_key_env", "admin_listen", "admin_key_env", "otlp_traces_endpoint")
     absent: dict[str, Any] = dict.fromkeys(names)
-    chosen_by_absence = {"max_num_seqs": None, "max_num_batched_tokens": None}
+    chosen_by_absence: dict[str, Any] = {"max_num_seqs": None, "max_num_batched_tokens": None}
     (group,) = full.engines
     group = attrs.evolve(
         group,
@@ -91,7 +91,7 @@ def test_commented_keys_of_the_example_stand_at_their_defaults(full_example: str
         engines=[group],
         cluster=attrs.evolve(full.cluster, seed=None, kill_after=None),
         admission=attrs.evolve(full.admission, max_inflight=None),
-        log=attrs.evolve(full.log, events=None),
+        log=attrs.evolve(full.log, events=None, steps=None),
         server=attrs.evolve(full.server, **absent),
     )
     assert expected == plain

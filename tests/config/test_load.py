@@ -187,7 +187,7 @@ def test_an_index_wins_over_a_name() -> None:
         ("engines.0.count=0", "engines.0.count: must be between 1 and 1024, got 0"),
         ("engines.smol.count=0", "engines.0.count: must be between 1 and 1024, got 0"),
         ("engines.0.cuont=2", "engines.0.cuont: unknown key; did you mean 'count'?"),
-        ("log={x = 1}", "log.x: unknown key; known here: level, format, prompts, events"),
+        ("log={x = 1}", "log.x: unknown key; known here: level, format, prompts, events, steps"),
         ("cordinator.interval=1", "cordinator: unknown key; did you mean 'coordinator'?"),
         ("engines.0={}", 'engines.0.model: missing; write for example model = "smollm2-135m"'),
         ("engines.7.count=1", "there is no engines.7; indices here: 0, 1"),
@@ -273,6 +273,12 @@ def test_the_event_log_starts_at_the_file_that_names_it(tmp_path: Path) -> None:
     assert load_config(path).log.events == str(tmp_path / "logs" / "events.jsonl")
     elsewhere = load_config(path, overrides=[f"log.events={tmp_path}/all.jsonl"])
     assert elsewhere.log.events == f"{tmp_path}/all.jsonl"
+
+
+def test_the_step_log_starts_there_too(tmp_path: Path) -> None:
+    path = tmp_path / "dpkit.toml"
+    path.write_text(MINIMAL + '[log]\nsteps = "steps.csv"\n')
+    assert load_config(path).log.steps == str(tmp_path / "steps.csv")
 
 
 def test_an_event_log_that_cannot_be_looked_up_says_why() -> None:

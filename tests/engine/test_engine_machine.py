@@ -100,6 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         num_blocks=st.integers(1, 12),
         prefix_cache=st.booleans(),
+        long_prefill_share=st.sampled_from([1.0, 1.0, 0.75, 0.5, 0.1]),
         max_model_len=st.one_of(st.none(), st.integers(2, 20)),
     )
     def start(self, **limits: Any) -> None:
@@ -145,6 +146,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.core.abort(names)
         for name in names:
             self.alive.pop(name, None)
+
+    @precondition(lambda self: self.count)
+    @rule(numbers=st.sets(st.integers(1, 10), min_size=1, max_size=3))
+    def take_back(self, numbers: set[int]) -> None:
+        names = [f"r{self.count + 1 - number}" for number in numbers]
+        waiting = set(self.core._scheduler.waiting)
+        taken = self.core.take_back(names)
+        assert set(taken) == waiting.intersection(names)  # and nobody in a step is among them
+        for name in taken:
+            del self.alive[name]
 
     @precondition(lambda self: self.batch is None)
     @rule()
@@ -193,6 +204,10 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.core.check()
         scheduler = self.core._scheduler
+        report = self.core.report(0.0, self.core.work)
+        assert report.requests == len(self.alive)
+        assert 0 <= report.scheduled_tokens <= report.unprefilled_tokens
+        assert report.kv_tokens_used <= report.kv_tokens
         assert [*scheduler.running, *scheduler.waiting] == list(
             self.alive
         )  # first come first served

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from attrs import evolve, field, frozen
+from msgspec.structs import replace
 
 from dpkit.abc import Model
 from dpkit.engine.core import EngineCore
@@ -48,7 +49,7 @@ class Telling(Model):
     def execute(self, batch: Batch, cache: Any) -> StepResult:  # noqa: ARG002 - it has none
         prompts = {}
         for index, row in enumerate(batch.rows):
-            self.rows.append(evolve(row, output_token_ids=tuple(row.output_token_ids)))
+            self.rows.append(replace(row, output_token_ids=tuple(row.output_token_ids)))
             places = range(row.start + 1, row.start + 1 + len(row.token_ids))
             assert all(place in places for place in row.scored)
             if row.scored:

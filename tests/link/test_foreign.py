@@ -11,7 +11,7 @@ import trio
 from dpkit.engine.limits import EngineLimits
 from dpkit.errors import EngineLost
 from dpkit.link.foreign import ForeignConnection
-from dpkit.link.zmq import ZmqLink
+from dpkit.link.wirelink import ZmqLink
 from dpkit.messages import EngineId, GenerateRequest, ModelSpec, SamplingParams
 from dpkit.wire.codec import Add, Utility, encode_envelope
 from dpkit.wire.structs import Envelope, FinishCode, UtilityAnswer, WireOutput

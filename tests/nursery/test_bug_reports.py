@@ -36,7 +36,7 @@ from dpkit.text.bytes import ByteTokenizer
 from tests.nursery.lab import loop_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dpkit.config.schema import Config
     from dpkit.engine.core import EngineCore
@@ -228,6 +228,13 @@ class EagerLink:
     def abort(self, request_id: str) -> None:
         self.aborts.append(request_id)
 
+    def take_back(
+        self,
+        request_ids: Sequence[str],  # noqa: ARG002 - none is
+        on_taken: Callable[[EngineId, Sequence[str]], object],
+    ) -> None:
+        on_taken(self.engine, ())
+
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_C10_an_answer_before_the_send_returns_is_released_once(*, fails: bool) -> None:
@@ -277,7 +284,9 @@ async def test_C11_all_state_of_a_request_is_gone_however_it_ended(
         check_idle(cluster)
         (loop,) = (loop_of(slot) for slot in cluster._slots)
         (flights,) = cluster._flights
-        assert len(flights) == flights.placed == len(flights._queue) == len(flights._alarms) == 0
+        assert (
+            len(flights) == flights.placed == len(flights.line._queue) == len(flights._alarms) == 0
+        )
         assert cluster.client._ledger.statistics().inflight == 0
         assert len(loop._deliver) == len(loop.inbox._requests) == len(loop.inbox._aborts) == 0
         statistics = cluster.client.statistics()

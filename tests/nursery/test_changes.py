@@ -146,6 +146,7 @@ def test_the_tokenizer_of_clients_cannot_change() -> None:
     "setting",
     [
         'log.events="events.jsonl"',
+        'log.steps="steps.csv"',
         "coordinator.kv_publish_delta=0.5",
         'cluster.kill_after="1s"',
         'cluster.pre_stop="1s"',

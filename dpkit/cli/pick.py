@@ -1,0 +1,248 @@
+"""`dpkit explain --pick`: where a request would go, and what the policy thought of every engine.
+
+A dry run of the dispatch itself, on the books of a cluster as its `/statistics` page has them. What
+a policy has learnt in a running client is not in there: learnt costs are at their priors, and no
+engine is known to have cached anything.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+from attrs import asdict, frozen
+
+from dpkit.balancer.late import LateDispatch, make_dispatch
+from dpkit.balancer.ledger import Ledger
+from dpkit.balancer.policies import load_policy
+from dpkit.balancer.view import LoadView
+from dpkit.messages import EngineId, GenerateRequest, Room, SamplingParams, Snapshot, StepReport
+from dpkit.names import Binding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from dpkit.abc import Policy
+    from dpkit.cli.facts import GroupFacts
+    from dpkit.config.schema import Config
+
+READY = "ready"
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """The request: how long its prompt is, or which tokens."""
+
+    prompt_tokens: int | list[int]
+    max_tokens: int = 16
+    engine: str | None = None
+    request_id: str = "asked"
+
+
+class _Core(msgspec.Struct):
+    running: int
+    waiting: int
+    kv_cache_usage: float
+
+
+class _Engine(msgspec.Struct):
+    engine: str
+    core: _Core
+    report: StepReport = StepReport()
+    state: str = READY
+
+
+class _Held(msgspec.Struct):
+    request_id: str
+    engine: str | None
+    prompt_tokens: int = 1
+    output_tokens: int = 0
+
+
+class _Client(msgspec.Struct):
+    requests: list[_Held] = []
+
+
+class State(msgspec.Struct):
+    """What `/statistics` says, as far as a pick depends on it."""
+
+    engines: list[_Engine]
+    clients: list[_Client] = []
+
+
+@frozen(kw_only=True)
+class Candidate:
+    """One engine, and why it was, or was not, the one."""
+
+    engine: str
+    score: float | None
+    inflight: int
+    waiting: int
+    running: int
+    kv_cache_usage: float
+    reports: bool  # whether it says itself what it has to do
+
+
+@frozen(kw_only=True)
+class Pick:
+    """What became of the request."""
+
+    rule: str
+    engine: str
+    is_held: bool  # it waits at the client until that engine can begin it
+    candidates: Sequence[Candidate]
+
+
+def read_request(text: str) -> GenerateRequest:
+    """Read the request of `--pick`.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        asked = msgspec.json.decode(text, type=Asked)
+        tokens = asked.prompt_tokens
+        prompt = tuple(range(tokens) if isinstance(tokens, int) else tokens)
+        if not prompt:
+            raise ValueError("the prompt has no token")  # noqa: TRY301 - said like all else
+        sampling = SamplingParams(max_tokens=asked.max_tokens)
+    except ValueError as error:
+        raise click.UsageError(
+            f"--pick: {error}; write for example '{{\"prompt_tokens\": 1000}}'"
+        ) from None
+    return GenerateRequest(
+        request_id=asked.request_id,
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        engine=asked.engine,
+    )
+
+
+def read_state(path: Path) -> State:
+    """Read the books of `--state`.
+
+    Raises:
+        UsageError: it cannot be read, or no engine in it is ready.
+    """
+    try:
+        told = json.loads(path.read_bytes())
+        state = msgspec.convert(told.get("statistics", told), State)
+    except (OSError, ValueError, AttributeError) as error:
+        raise click.UsageError(
+            f"--state {path}: {error}; it must be what a server's /statistics page says, or the "
+            "statistics of a cluster as JSON"
+        ) from None
+    if not any(engine.state == READY for engine in state.engines):
+        raise click.UsageError(f"--state {path}: no engine is {READY}, so none may be picked")
+    return state
+
+
+def dry_run(
+    config: Config, groups: Sequence[GroupFacts], state: State, request: GenerateRequest
+) -> Pick:
+    """Pick as the first client would, with parts that are a client's own.
+
+    Raises:
+        RequestRejected: the request names an engine that is not there. What the policy raises.
+    """
+    count = max(1, len(state.clients))
+    policy = load_policy(config.balancer.policy, rng=random.Random(0))  # noqa: S311 - no secret
+    binding = Binding.EARLY if count > 1 else config.balancer.bound
+    ledger = Ledger()
+    view = LoadView((), ledger, client_count=count)
+    dispatch = make_dispatch(ledger, view, policy, binding)
+    ready = [(rank, each) for rank, each in enumerate(state.engines) if each.state == READY]
+    for rank, each in ready:
+        dispatch.add(_id(each.engine), rank, _room(each, groups))
+    for held in _held(state, {str(engine) for engine in view.engines}):
+        dispatch.place(held)
+    rows = [
+        (each.core.waiting, each.core.running, each.core.kv_cache_usage) for each in state.engines
+    ]
+    dispatch.on_snapshot(Snapshot(loads=tuple(rows)))
+    for _, each in ready:
+        if each.report.kv_tokens:  # else it is of an engine that does not tell
+            dispatch.on_report(_id(each.engine), each.report)
+    candidates = _candidates(policy, view, request)
+    index = None
+    if isinstance(dispatch, LateDispatch):
+        pin = None if request.engine is None else dispatch.index_of(request.engine)
+        index = dispatch.open_pass().offer(dispatch.prepare(request), pin)
+    placement = dispatch.place(request)
+    return Pick(
+        rule=placement.reason.rule,
+        engine=str(placement.engine),
+        is_held=isinstance(dispatch, LateDispatch) and index is None,
+        candidates=candidates,
+    )
+
+
+def _candidates(policy: Policy, view: LoadView, request: GenerateRequest) -> list[Candidate]:
+    return [
+        Candidate(
+            engine=str(load.engine),
+            score=policy.score(request, index, view),
+            inflight=load.inflight,
+            waiting=load.waiting,
+            running=load.running,
+            kv_cache_usage=load.kv_cache_usage,
+            reports=load.report is not None,
+        )
+        for index, load in enumerate(view.loads)
+    ]
+
+
+def _held(state: State, engines: set[str]) -> Iterator[GenerateRequest]:
+    """What the first client has on engines; whose tokens they are does not matter."""
+    for held in state.clients[0].requests if state.clients else ():
+        if held.engine in engines:
+            yield GenerateRequest(
+                request_id=f"held {held.request_id}",
+                prompt_token_ids=(-1,) * max(1, held.prompt_tokens),
+                engine=_id(held.engine).name,
+            )
+
+
+def _id(shown: str) -> EngineId:
+    name, _, epoch = shown.partition("#")
+    return EngineId(name, int(epoch) if epoch.isdigit() else 0)
+
+
+def _room(engine: _Engine, groups: Sequence[GroupFacts]) -> Room | None:
+    """What an engine can hold and do at once, by the group that it is named after."""
+    name = _id(engine.engine).name.rpartition("-")[0]
+    for group in groups:
+        if group.name == name and group.kv and group.max_num_seqs and group.max_num_batched_tokens:
+            return Room(
+                tokens_per_step=group.max_num_batched_tokens,
+                requests=group.max_num_seqs,
+                kv_tokens=group.kv.tokens,
+                has_prefix_cache=group.prefix_cache,
+            )
+    return None
+
+
+def pick_json(pick: Pick) -> dict[str, Any]:
+    """For programs."""
+    return asdict(pick)
+
+
+def pick_lines(pick: Pick, request: GenerateRequest) -> Iterator[str]:
+    """For people: the decision, and a row for each engine."""
+    fate = "is held for" if pick.is_held else "goes to"
+    until = ", until it can begin there," if pick.is_held else " at once,"
+    size = len(request.prompt_token_ids)
+    prompt = f"A prompt of {size:,} token{'s' * (size != 1)}"
+    yield f"{prompt} {fate} {pick.engine}{until} by {pick.rule}."
+    width = max(len(each.engine) for each in pick.candidates)
+    for each in pick.candidates:
+        mark = "*" if each.engine == pick.engine else " "
+        score = "no score" if each.score is None else f"score {each.score:<10.6g}"
+        silent = "" if each.reports else "; does not say what it has to do"
+        yield (
+            f"{mark} {each.engine:<{width}}  {score}  {each.inflight} in flight, {each.waiting} "
+            f"waiting, {each.running} running, {each.kv_cache_usage:.0%} of KV in use{silent}"
+        )

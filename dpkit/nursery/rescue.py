@@ -1,0 +1,126 @@
+"""Requests that wait on an engine short of memory, while another could begin them: had back.
+
+What an engine has been sent it must finish, unless it is asked: what waits there, not begun or
+preempted, may be given up. Looks at what engines report, asks the dispatch where such requests
+would begin at once, and asks their engine for those. The engine's answer decides; whoever owns the
+requests places them anew. Only where requests are bound late: else nobody knows who has room.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from dpkit.balancer.late import LateDispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from dpkit.abc import EngineLink
+    from dpkit.balancer.dispatch import EarlyDispatch
+    from dpkit.messages import EngineId, Room, StepReport
+    from dpkit.nursery.flight import Flight
+
+
+def is_starved(report: StepReport, room: Room) -> bool:
+    """Whether requests wait for another reason than that a step has only so many tokens.
+
+    Told after a step: who could not be in it, though it had tokens left, was short of KV blocks, or
+    of sequences.
+    """
+    if not report.waiting or report.scheduled_tokens:
+        return False
+    step = report.last_step
+    return step.decodes + step.prefill_tokens < room.tokens_per_step
+
+
+class Rescue:
+    """One client's.
+
+    Args:
+        flights: Its requests, by id.
+        links: Its engines.
+        rooms: How much these hold and do at once.
+        place_anew: Takes a request that its engine has given up.
+        on_done: Called when there are no more of these.
+    """
+
+    def __init__(
+        self,
+        flights: Mapping[str, Flight],
+        links: Mapping[EngineId, EngineLink],
+        rooms: Mapping[EngineId, Room],
+        place_anew: Callable[[EngineId, Flight], None],
+        on_done: Callable[[], None],
+    ) -> None:
+        self.taken = 0
+        """Requests that were had back so far."""
+        self._flights = flights
+        self._links = links
+        self._rooms = rooms
+        self._place_anew = place_anew
+        self._on_done = on_done
+        self._asked: set[EngineId] = set()  # that have not answered yet
+
+    def forget(self, engine: EngineId) -> None:
+        """A life is over: it answers no more."""
+        self._asked.discard(engine)
+
+    def look(
+        self, engine: EngineId, report: StepReport, dispatch: EarlyDispatch, *, resume: bool
+    ) -> None:
+        """Ask a starved engine for what another could begin at once.
+
+        Args:
+            engine: Who has just told of a step.
+            report: What it told.
+            dispatch: Knows where there is room.
+            resume: Whether requests may go on elsewhere that have delivered something.
+        """
+        room = self._rooms.get(engine)
+        if room is None or engine in self._asked or not is_starved(report, room):
+            return
+        if not isinstance(dispatch, LateDispatch):
+            return
+        waiting = self._waiting(engine, report, dispatch, resume=resume)
+        if wanted := list(_movable(waiting, engine, dispatch)):
+            self._asked.add(engine)
+            self._links[engine].take_back(wanted, self._on_taken)
+
+    def _waiting(
+        self, engine: EngineId, report: StepReport, dispatch: LateDispatch, *, resume: bool
+    ) -> Iterator[Flight]:
+        """Those that probably wait, newest first: an engine runs what came first."""
+        ledger, _ = dispatch.books
+        known = ledger.requests(engine)[: report.acknowledged - report.sent or None]
+        for request_id in reversed(known[-report.waiting :]):
+            flight = self._flights.get(request_id)
+            if flight is None or flight.request.engine is not None:
+                continue
+            if not flight.delivered or resume or flight.request.resume:
+                yield flight
+
+    @trio.lowlevel.enable_ki_protection
+    def _on_taken(self, engine: EngineId, request_ids: Sequence[str]) -> None:
+        self._asked.discard(engine)
+        for request_id in request_ids:
+            flight = self._flights.get(request_id)
+            if flight is not None and flight.engine == engine:
+                self.taken += 1
+                self._place_anew(engine, flight)
+        self._on_done()
+
+
+def _movable(flights: Iterator[Flight], engine: EngineId, dispatch: LateDispatch) -> Iterator[str]:
+    """Those that another engine than theirs would begin with its next step."""
+    _, view = dispatch.books
+    looking = dispatch.open_pass()
+    for flight in flights:
+        if looking.is_over:
+            return
+        if flight.prospect is None:
+            flight.prospect = dispatch.prepare(flight.request)
+        index = looking.offer(flight.prospect)
+        if index is not None and view.engines[index] != engine:
+            yield flight.request.request_id

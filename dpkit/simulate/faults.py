@@ -1,0 +1,207 @@
+"""What goes wrong in a run: an engine that dies for a while, slow ones, readers that leave.
+
+A plan is text, so that it can be repeated. Troubles are put in through the engines' models; the
+cluster under test deals with them as it does with real ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import evolve, frozen
+
+from dpkit.abc import Model
+from dpkit.engine.models import load_model
+from dpkit.errors import ConfigError
+from dpkit.simulate.settings import costs_of
+from dpkit.testing.faults import CRASH, Fault, FaultKind, FaultyModel
+from dpkit.testing.wrapper import ModelOfEach, named
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from dpkit.config.groups import EngineGroupConfig, SupervisionConfig
+    from dpkit.config.schema import Config
+
+FORMS = "kill:ENGINE@FROM-TO, slow:ENGINE*FACTOR, slow:ENGINE,ENGINE*FACTOR@FROM-TO, abort:SHARE"
+"""What a plan is made of; moments are shares of the trace ("35%") or seconds ("90s")."""
+
+_MOMENT = r"[\d.]+(?:%|s)"
+_TROUBLE = re.compile(
+    rf"(?P<kind>kill|slow):(?P<engines>\d+(?:,\d+)*)(?:\*(?P<factor>[\d.]+))?"
+    rf"(?:@(?P<start>{_MOMENT})-(?P<end>{_MOMENT}))?"
+)
+_ABORT = re.compile(r"abort:(?P<share>[\d.]+)%")
+
+
+@frozen(kw_only=True)
+class Trouble:
+    """One thing that befalls one engine, from one moment of the trace to another."""
+
+    rank: int
+    start_s: float = 0.0
+    end_s: float = math.inf
+    factor: float | None = None
+    """How many times longer its steps take; None: it dies, and is back at the end."""
+
+
+@frozen(kw_only=True)
+class FaultPlan:
+    """All that goes wrong in a run."""
+
+    troubles: tuple[Trouble, ...] = ()
+    abort_share: float = 0.0
+    """Share of the requests whose readers leave in the midst of the answer."""
+
+
+def parse_faults(texts: Iterable[str], *, span_s: float, engines: int) -> FaultPlan:
+    """Read what ``--fault`` gives; several may be in one text, with ``;`` between.
+
+    Args:
+        texts: See `FORMS`.
+        span_s: Seconds of the trace, as it is replayed.
+        engines: How many there are.
+
+    Raises:
+        ConfigError: a text is no such plan, or names an engine that does not exist.
+    """
+    troubles: list[Trouble] = []
+    abort_share = 0.0
+    for text in (part.strip() for each in texts for part in each.split(";")):
+        if match := _ABORT.fullmatch(text):
+            abort_share = min(1.0, float(match["share"]) / 100)
+        elif (match := _TROUBLE.fullmatch(text)) and _is_whole(match):
+            troubles += _troubles(text, match, span_s, engines)
+        else:
+            raise ConfigError([f"--fault {text!r}: no such fault; it may be {FORMS}"])
+    return FaultPlan(troubles=tuple(troubles), abort_share=abort_share)
+
+
+def _is_whole(match: re.Match[str]) -> bool:
+    """A death has an end, and slowness a factor."""
+    return bool(match["start"]) if match["kind"] == "kill" else bool(match["factor"])
+
+
+def _troubles(text: str, match: re.Match[str], span_s: float, engines: int) -> Iterator[Trouble]:
+    start_s = _moment(match["start"], span_s) if match["start"] else 0.0
+    end_s = _moment(match["end"], span_s) if match["end"] else math.inf
+    if end_s <= start_s:
+        raise ConfigError([f"--fault {text!r}: it ends before it begins; swap the two moments"])
+    for rank in map(int, match["engines"].split(",")):
+        if rank >= engines:
+            problem = f"--fault {text!r}: there is no engine {rank}; they are 0 to {engines - 1}"
+            raise ConfigError([problem])
+        factor = float(match["factor"]) if match["kind"] == "slow" else None
+        yield Trouble(rank=rank, start_s=start_s, end_s=end_s, factor=factor)
+
+
+def _moment(text: str, span_s: float) -> float:
+    number = float(text[:-1])
+    return span_s * number / 100 if text.endswith("%") else number
+
+
+@contextmanager
+def prepared(config: Config, plan: FaultPlan) -> Iterator[tuple[Config, dict[int, FaultyModel]]]:
+    """Give each engine that trouble is in store for a model of its own, while the block lasts.
+
+    Returns the config with those engines in groups of their own, and their models by rank. A model
+    is told of its engine nothing but the size of its cache, so theirs are a few blocks larger.
+    """
+    troubled = {trouble.rank for trouble in plan.troubles}
+    if not troubled:
+        yield config, {}
+        return
+    plain = load_model(config.engines[0].model)
+    models = {rank: FaultyModel(plain) for rank in sorted(troubled)}
+    by_size = _Rest(plain)
+    with _hushed(), named(ModelOfEach(by_size)) as name:
+        groups: list[EngineGroupConfig] = []
+        rank = 0
+        for group in config.engines:
+            blocks = costs_of(group)[1].num_blocks
+            for start, end in _pieces(rank, rank + group.count, troubled):
+                piece = evolve(group, name=f"{group.name}-{start}", count=end - start, model=name)
+                if start in troubled:
+                    kv = evolve(group.kv, num_blocks=blocks + 1 + start, memory=None)
+                    by_size[blocks + 1 + start] = models[start]
+                    piece = evolve(piece, kv=kv, supervision=_supervision(group, start, plan))
+                groups.append(piece)
+            rank += group.count
+        yield evolve(config, engines=tuple(groups)), models
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """What dpkit would warn of was put in on purpose."""
+    log, handler = logging.getLogger("dpkit"), logging.NullHandler()
+    log.addHandler(handler)
+    propagates, log.propagate = log.propagate, False
+    try:
+        yield
+    finally:
+        log.propagate = propagates
+        log.removeHandler(handler)
+
+
+class _Rest(dict[int, Model]):
+    """Models by the size of the cache; of all other sizes one and the same."""
+
+    def __init__(self, rest: Model) -> None:
+        super().__init__({0: rest})
+
+    def __missing__(self, size: int) -> Model:
+        return self[0]
+
+
+def _pieces(start: int, end: int, troubled: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Ranks of a group, the troubled ones each alone."""
+    first = start
+    for rank in range(start, end):
+        if rank in troubled:
+            if first < rank:
+                yield first, rank
+            yield rank, rank + 1
+            first = rank + 1
+    if first < end:
+        yield first, end
+
+
+def _supervision(group: EngineGroupConfig, rank: int, plan: FaultPlan) -> SupervisionConfig:
+    """Let the wait before the restart be the time for which an engine is dead."""
+    outages = [
+        trouble.end_s - trouble.start_s
+        for trouble in plan.troubles
+        if trouble.rank == rank and trouble.factor is None
+    ]
+    if not outages:
+        return group.supervision
+    wait = outages[0]
+    return evolve(group.supervision, intensity=1000, backoff=wait, backoff_max=wait, jitter=0.0)
+
+
+def strike(trouble: Trouble, model: FaultyModel) -> None:
+    """Let one thing go wrong with the engine that has this model, from its next step on."""
+    if trouble.factor is None:
+        model.inject(CRASH)
+    else:
+        model.always = Fault(FaultKind.SLOW, trouble.factor)
+
+
+async def befall(trouble: Trouble, model: FaultyModel, began: float) -> None:
+    """Strike at the moment, and mend what was slowed at the other.
+
+    Args:
+        trouble: Which.
+        model: Of the engine that it befalls.
+        began: When the run began, on Trio's clock.
+    """
+    await trio.sleep_until(began + trouble.start_s)
+    strike(trouble, model)
+    if trouble.factor is not None and trouble.end_s < math.inf:
+        await trio.sleep_until(began + trouble.end_s)
+        model.always = None

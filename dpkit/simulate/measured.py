@@ -1,0 +1,103 @@
+"""Files of measurements: tables of steps, and logs of real runs; and a preset's own file.
+
+Reads CSV, plain or gzipped, and tells the two kinds apart by their header. Knows nothing of how
+constants are fitted to them.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from attrs import fields
+
+from dpkit.costmodel import StepCost
+from dpkit.errors import ConfigError
+from dpkit.simulate.fit import Served, Step
+from dpkit.simulate.traces import read_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dpkit.simulate.fit import Fit
+
+T = TypeVar("T")
+
+_STEPS = "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms"
+_RUN = "arrival_s,prompt_tokens,output_tokens,scheduled_s,first_token_s,last_token_s"
+
+
+def read_measured(path: str | Path) -> list[Step] | list[Served]:
+    """Read what was measured.
+
+    Raises:
+        ConfigError: it cannot be read, is of neither kind, or a line is none.
+    """
+    path = Path(path)
+    lines = read_lines(path)
+    header = set(lines[0].split(",")) if lines else set()
+    if header >= set(_STEPS.split(",")):
+        return _rows(path, lines, _step)
+    if header >= set(_RUN.split(",")):
+        return _rows(path, lines, _served)
+    problem = (
+        f"{path}:1: nothing to fit here: expected a table of steps, with the columns {_STEPS}, or "
+        f"the log of a run, with {_RUN}"
+    )
+    raise ConfigError([problem])
+
+
+def _rows(path: Path, lines: list[str], read: Callable[[Mapping[str, str]], T]) -> list[T]:
+    found = []
+    for number, row in enumerate(csv.DictReader(lines), start=2):
+        try:
+            found.append(read(row))
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"{path}:{number}: this was not measured: {type(error).__name__}: {error}"
+            raise ConfigError([problem]) from error
+    return found
+
+
+def _step(row: Mapping[str, str]) -> Step:
+    milliseconds = float(row["step_ms"])
+    if milliseconds <= 0:
+        raise ValueError(f"step_ms must be more than 0, not {milliseconds:g}")
+    return Step(
+        prefill_tokens=int(row["prefill_tokens"]),
+        prefill_context=float(row["prefill_context"]),
+        decodes=int(row["decode_seqs"]),
+        kv_tokens=float(row["kv_tokens"]),
+        seconds=milliseconds / 1e3,
+    )
+
+
+def _served(row: Mapping[str, str]) -> Served:
+    return Served(
+        prompt_tokens=int(row["prompt_tokens"]),
+        output_tokens=int(row["output_tokens"]),
+        scheduled_s=float(row["scheduled_s"]),
+        first_s=float(row["first_token_s"]),
+        last_s=float(row["last_token_s"]),
+    )
+
+
+def preset_text(fit: Fit, *, source: str, kv_tokens: int | None = None) -> str:
+    """A fit as a file that ``model = "cost:FILE.toml"`` reads.
+
+    Args:
+        fit: The constants.
+        source: What they were fitted to, in words.
+        kv_tokens: What the card holds; None: the config must say.
+    """
+    error = f"{fit.mean_error:.1%} mean error, {fit.p95_error:.1%} at the 95th percentile"
+    lines = [f'measured_by = "{source}: {fit.points} points, {error}"']
+    if kv_tokens is not None:
+        lines.append(f"kv_tokens = {kv_tokens}")
+    for attribute in fields(StepCost):
+        value = getattr(fit.cost, attribute.name)
+        if value == attribute.default and isinstance(attribute.default, float | tuple):
+            continue
+        shown = list(value) if isinstance(value, tuple) else float(f"{value:.4g}")
+        lines.append(f"{attribute.name} = {shown}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,200 @@
+"""Traces of requests: what came when, how long its prompt was, and how long its answer.
+
+Reads the three forms in which they are published, plain or gzipped, told apart by their first line.
+Knows nothing of engines or of loads: a trace says when requests came in life, and whoever replays
+it may stretch that.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import random
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve, frozen
+
+from dpkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+BLOCK_TOKENS = 512
+"""Tokens that one block id of a trace stands for: Mooncake's choice, kept by those who followed."""
+
+_GZIP = b"\x1f\x8b"
+
+_CROWDED = 0.5
+"""Share of requests that share their stamp with another from which on stamps count as rounded."""
+
+
+@frozen(kw_only=True)
+class Ask:
+    """One request of a trace."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    """Ids of the prompt's leading blocks of `BLOCK_TOKENS`; equal ids are equal prefixes."""
+
+
+@frozen(kw_only=True)
+class Trace:
+    """Requests in the order in which they came."""
+
+    name: str
+    asks: tuple[Ask, ...]
+    users: int | None = None
+    """Closed loop: as many users, each of whom asks again when answered. None: `arrival_s` says."""
+    has_rate: bool = True
+    """Whether its arrivals mean anything but an order and a shape: else a load must be given."""
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first arrival to the last."""
+        return self.asks[-1].arrival_s - self.asks[0].arrival_s
+
+    def clipped(self, kv_tokens: int) -> Trace:
+        """Fit each request into engines that hold so many tokens.
+
+        Prompts get at most 0.8 of that, and both together 0.95: what is left is for company.
+        """
+        most, both = int(0.8 * kv_tokens), int(0.95 * kv_tokens)
+        asks = []
+        for ask in self.asks:
+            prompt = min(ask.prompt_tokens, most)
+            output = min(ask.output_tokens, both - prompt)
+            if (prompt, output) != (ask.prompt_tokens, ask.output_tokens):
+                ask = evolve(ask, prompt_tokens=prompt, output_tokens=output)  # noqa: PLW2901
+            asks.append(ask)
+        return evolve(self, asks=tuple(asks))
+
+    def scaled(self, factor: float) -> Trace:
+        """Stretch all times by one factor."""
+        asks = (evolve(ask, arrival_s=ask.arrival_s * factor) for ask in self.asks)
+        return evolve(self, asks=tuple(asks), has_rate=True)
+
+
+def read_trace(path: str | Path, *, rows: int | None = None, seed: int = 0) -> Trace:
+    """Read a trace file.
+
+    Args:
+        path: CSV with the columns `arrival_s`, `prompt_tokens`, `output_tokens` and perhaps
+            `blocks`; Mooncake's JSONL; or Azure's CSV. Each may be gzipped.
+        rows: How many of the first requests are used; None: all.
+        seed: Spreads requests whose stamps were rounded together.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is none; the message says which and why.
+    """
+    path = Path(path)
+    lines = read_lines(path)
+    first = lines[0] if lines else ""
+    read = next((read for begins, read in _FORMS.items() if first.startswith(begins)), None)
+    if read is None:
+        problem = (
+            f"{path}:1: no trace that is known here: expected a CSV header with arrival_s,"
+            "prompt_tokens,output_tokens (or Azure's TIMESTAMP,ContextTokens,GeneratedTokens), or "
+            f"Mooncake's JSON lines, not {first[:60]!r}"
+        )
+        raise ConfigError([problem])
+    asks = sorted(_asks(path, lines, read, rows), key=lambda ask: ask.arrival_s)
+    if not asks:
+        raise ConfigError([f"{path}: the trace has no requests"])
+    start = asks[0].arrival_s
+    asks = [evolve(ask, arrival_s=ask.arrival_s - start) for ask in asks]
+    return Trace(name=path.name.partition(".")[0], asks=spread(asks, seed))
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file, which may be gzipped.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        raw = path.read_bytes()
+        return (gzip.decompress(raw) if raw.startswith(_GZIP) else raw).decode().splitlines()
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError([f"{path}: it cannot be read: {error}"]) from error
+
+
+def _asks(
+    path: Path, lines: Sequence[str], read: Callable[[Any], Ask], rows: int | None
+) -> Iterator[Ask]:
+    is_json = lines[0].startswith("{")
+    records: Any = map(json.loads, lines) if is_json else csv.DictReader(lines)
+    number = 0 if is_json else 1
+    while rows is None or rows > 0:
+        number += 1
+        try:
+            ask = read(next(records))
+        except StopIteration:
+            return
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"{path}:{number}: this is no request: {type(error).__name__}: {error}"
+            raise ConfigError([problem]) from error
+        yield ask
+        rows = None if rows is None else rows - 1
+
+
+def _own(row: dict[str, str]) -> Ask:
+    return Ask(
+        arrival_s=float(row["arrival_s"]),
+        prompt_tokens=max(1, int(row["prompt_tokens"])),
+        output_tokens=max(1, int(row["output_tokens"])),
+        blocks=tuple(map(int, (row.get("blocks") or "").split())),
+    )
+
+
+def _mooncake(row: dict[str, Any]) -> Ask:
+    return Ask(
+        arrival_s=row["timestamp"] / 1e3,
+        prompt_tokens=max(1, int(row["input_length"])),
+        output_tokens=max(1, int(row["output_length"])),
+        blocks=tuple(map(int, row.get("hash_ids", ()))),
+    )
+
+
+def _azure(row: dict[str, str]) -> Ask:
+    # Seven digits of a second, of which Python reads six.
+    stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
+    return Ask(
+        arrival_s=(stamp - datetime(2000, 1, 1, tzinfo=stamp.tzinfo)).total_seconds(),
+        prompt_tokens=max(1, int(row["ContextTokens"])),
+        output_tokens=max(1, int(row["GeneratedTokens"])),
+    )
+
+
+_FORMS: dict[str, Callable[[Any], Ask]] = {
+    "arrival_s,": _own,
+    "{": _mooncake,
+    "TIMESTAMP,": _azure,
+}
+
+
+def spread(asks: Sequence[Ask], seed: int) -> tuple[Ask, ...]:
+    """Undo the rounding of stamps, if most requests share theirs: evenly, over one such step.
+
+    Mooncake's stamps are multiples of three seconds; replayed as they are, they would be bursts
+    that nobody sent. The order is kept, for it carries the sessions.
+    """
+    groups: dict[float, list[Ask]] = {}
+    for ask in asks:
+        groups.setdefault(ask.arrival_s, []).append(ask)
+    crowded = sum(len(group) for group in groups.values() if len(group) > 1)
+    if len(groups) < 2 or crowded < _CROWDED * len(asks):
+        return tuple(asks)
+    stamps = list(groups)
+    step = min(after - before for before, after in pairwise(stamps))
+    rng = random.Random(f"{seed}/spread")  # noqa: S311 - no secrets
+    return tuple(
+        evolve(ask, arrival_s=stamp + step * (place + rng.random()) / len(group))
+        for stamp, group in groups.items()
+        for place, ask in enumerate(group)
+    )

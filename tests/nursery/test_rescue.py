@@ -1,0 +1,106 @@
+"""What waits on an engine short of memory goes to one that has room, and loses nothing by it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+import dpkit
+from dpkit.messages import Room, StepReport, StepWork
+from dpkit.nursery.events import EventKind
+from dpkit.nursery.rescue import is_starved
+from dpkit.testing.idle import check_idle
+
+if TYPE_CHECKING:
+    from dpkit.messages import Completion
+
+# Two engines with room for 32 blocks of 16 tokens, which is short answers by all that is expected.
+CONFIG = """
+    [admission]
+    resume = {resume}
+    [balancer]
+    policy = "{policy}"
+    [[engines]]
+    model = "cost:h100-8b"
+    count = 2
+    kv.num_blocks = 32
+"""
+
+
+def config(policy: str = "expected_ttft", *, resume: bool = True) -> dpkit.Config:
+    return dpkit.parse_config(CONFIG.format(policy=policy, resume=str(resume).lower()))
+
+
+async def crowd(cluster: dpkit.Cluster) -> list[Completion]:
+    """Long answers meet on engine-0, which nobody could foresee; then engine-1 stands idle.
+
+    All but the last are pinned. That one finds engine-1 full, and is preempted when that is not.
+    """
+    done: dict[int, Completion] = {}
+
+    async def ask(number: int, engine: str | None, prompt: int, tokens: int) -> None:
+        done[number] = await cluster.client.complete(
+            prompt_of(number, prompt), max_tokens=tokens, ignore_eos=True, engine=engine
+        )
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask, 0, "engine-1", 470, 30)
+        for number in (1, 2):
+            nursery.start_soon(ask, number, "engine-0", 100, 150)
+        await trio.sleep(0.1)
+        nursery.start_soon(ask, 3, None, 100, 150)
+    return [done[number] for number in range(4)]
+
+
+def prompt_of(number: int, count: int) -> list[int]:
+    return [number * 1000 + place for place in range(count)]
+
+
+async def test_what_was_preempted_goes_on_where_there_is_room(autojump_clock: object) -> None:
+    async with dpkit.open_cluster(config()) as cluster:
+        *_, moved = await crowd(cluster)
+        assert moved.engine.name == "engine-1"
+        assert moved.token_ids == tuple((prompt_of(3, 100) * 2)[:150]), "all of it, once"
+        statistics = cluster.statistics()
+        assert statistics.clients[0].taken_back == 1
+        assert statistics.clients[0].retried == statistics.clients[0].resumed == 0
+        assert [engine.core.preemptions for engine in statistics.engines] == [1, 0]
+        told = [each for each in cluster.events if each.kind is EventKind.REQUEST_TAKEN_BACK]
+        assert len(told) == 1
+        assert cluster.audit() == ()
+        check_idle(cluster)
+
+
+async def test_who_has_said_something_moves_only_if_it_may_be_resumed(
+    autojump_clock: object,
+) -> None:
+    async with dpkit.open_cluster(config(resume=False)) as cluster:
+        *_, stayed = await crowd(cluster)
+        assert stayed.engine.name == "engine-0"
+        assert cluster.statistics().clients[0].taken_back == 0
+
+
+async def test_bound_early_nothing_is_had_back(autojump_clock: object) -> None:
+    async with dpkit.open_cluster(config("kv_pressure")) as cluster:
+        await crowd(cluster)
+        assert cluster.statistics().clients[0].taken_back == 0
+
+
+ROOM = Room(tokens_per_step=100, requests=8, kv_tokens=1000, has_prefix_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("report", "starved"),
+    [
+        (StepReport(waiting=1, last_step=StepWork(decodes=3, prefill_tokens=96)), True),
+        (StepReport(waiting=1, last_step=StepWork(decodes=3, prefill_tokens=97)), False),
+        (StepReport(waiting=0, last_step=StepWork(decodes=3)), False),
+        (StepReport(waiting=1, scheduled_tokens=5, last_step=StepWork(decodes=3)), False),
+    ],
+)
+def test_starved_is_who_leaves_somebody_out_of_a_step_that_had_room(
+    report: StepReport, starved: bool
+) -> None:
+    assert is_starved(report, ROOM) is starved

@@ -1,0 +1,211 @@
+"""`dpkit simulate`, `plan` and `fit`: what they print and write, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from dpkit.cli.main import main
+from dpkit.errors import ConfigError, DpkitError
+from dpkit.simulate.plan import Promise, least_engines
+from dpkit.simulate.pool import run_side_by_side
+from tests.simulate.lab import scenario_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEYS = [
+    "policy",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "ttft_mean_s",
+    "itl_p99_s",
+    "tpot_p99_s",
+    "e2e_p99_s",
+    "throughput_rps",
+    "goodput",
+    "preemptions",
+    "kv_cv",
+    "queue_while_room",
+]
+
+TRACE = "arrival_s,prompt_tokens,output_tokens,blocks\n" + "".join(
+    f"{0.02 * n:.2f},{400 + 37 * (n % 9)},{5 + n % 4},\n" for n in range(40)
+)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    config, trace = tmp_path / "pool.toml", tmp_path / "some.csv"
+    config.write_text('[[engines]]\nmodel = "cost:h100-8b"\ncount = 2\n')
+    trace.write_text(TRACE)
+    return str(config), str(trace)
+
+
+def test_results_are_written_for_each_policy_with_these_keys(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, trace = files
+    out = tmp_path / "out.json"
+    policies = ["--policy", "kv_pressure", "--policy", "least_tokens", "--jobs", "1"]
+    assert main(["simulate", config, "--trace", trace, *policies, "--json", str(out)]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert [list(result) for result in results] == [KEYS, KEYS]
+    assert [result["policy"] for result in results] == ["kv_pressure", "least_tokens"]
+    assert all(0 < result["ttft_p50_s"] <= result["ttft_p99_s"] for result in results)
+    said, err = capsys.readouterr()
+    assert said.startswith("some: 40 requests, 2 engines of cost:h100-8b, 1 client, ")
+    assert "80 requests, " in said
+    assert not err
+
+
+def test_a_report_is_one_page_that_fetches_nothing(files: tuple[str, str], tmp_path: Path) -> None:
+    config, trace = files
+    page = tmp_path / "report.html"
+    policies = ["--policy", "inflight", "--policy", "random", "--jobs", "1"]
+    assert main(["simulate", config, "--trace", trace, *policies, "--report", str(page)]) == 0
+    text = page.read_text()
+    tree = ET.fromstring(text.partition("\n")[2].replace('<meta charset="utf-8">', ""))  # noqa: S314 - our own
+    assert len(list(tree.iter("{http://www.w3.org/2000/svg}polyline"))) == 2 + 2 + 2 + 4
+    assert {cell.text for cell in tree.iter("th")} >= {"inflight", "random"}
+    assert not {"src", "href"} & {name for each in tree.iter() for name in each.attrib}
+    assert "<script" not in text
+
+
+def test_a_load_rows_and_engines_are_as_asked(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, trace = files
+    options = ["--load", "0.5", "--rows", "20", "--engines", "3", "--stats-interval", "50ms"]
+    assert main(["simulate", config, "--trace", trace, *options]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("some: 20 requests, 3 engines of cost:h100-8b, ")
+    assert ", 50% of the " in said
+
+
+def test_a_workload_brings_its_own_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--trace", "micro-long", "--rows", "5"]) == 0
+    assert "micro-long: 5 requests, 2 engines of cost:h200-30b-a3b" in capsys.readouterr().out
+    assert main(["simulate", "--trace", "i48808", "--rows", "5"]) == 0
+    assert "1 client, 32 users in a closed loop" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            ["--trace", "nowhere.csv"],
+            "--trace nowhere.csv: give the FILE of the cluster that",
+        ),
+        (["--trace", "micro-long", "--policy", "best"], "there is no policy 'best'"),
+        (["--trace", "micro-long", "--fault", "x"], "--fault 'x': no such fault"),
+        (
+            [
+                *["--trace", "micro-long", "--set", "coordinator.wave_coordination=true"],
+                *["--fault", "kill:0@1s-2s"],
+            ],
+            "--fault kill: engines that step together (wave_coordination) cannot be killed here",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_told(
+    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *args]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_there_is_told_with_what_there_is(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", files[0], "--trace", "nowhere.csv"]) == 2
+    err = capsys.readouterr().err
+    assert "--trace nowhere.csv: no such file; the synthetic workloads are i48808, " in err
+
+
+def test_a_plan_is_the_least_that_keeps_the_promise(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, trace = files
+    out = tmp_path / "plan.json"
+    options = ["--ttft", "60ms", "--rate", "150", "--json", str(out)]
+    assert main(["plan", config, "--trace", trace, *options]) == 0
+    [need] = json.loads(out.read_text())["needs"]
+    assert need["ttft_p99_s"] <= 0.06
+    assert need["engines"] > 1
+    assert need["engines"] - 1 in need["tried"]
+    assert capsys.readouterr().out.startswith(f"kv_pressure: {need['engines']} engines\n")
+
+
+def test_a_plan_that_cannot_be_kept_says_what_is_broken(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, trace = files
+    assert main(["plan", config, "--trace", trace, "--tpot", "1ms", "--most", "2"]) == 0
+    words = "kv_pressure: 2 engines are not enough, for tpot_p99_s; allow more with --most"
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "say what must be kept: --ttft, --tpot, --e2e or --goodput"),
+        (["--ttft", "soon"], "--ttft: expected a duration"),
+    ],
+)
+def test_a_plan_needs_a_promise(
+    files: tuple[str, str],
+    options: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", files[0], "--trace", files[1], *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_plan_of_arrivals_without_a_pace_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--trace", "bimodal", "--rows", "9", "--ttft", "1s"]) == 2
+    assert "bimodal has no pace of its own: give a --rate" in capsys.readouterr().err
+
+
+def test_a_plan_needs_one_group() -> None:
+    text = '[[engines]]\nname = "b"\nmodel = "cost:h100-8b"\n'
+    with pytest.raises(ConfigError, match="the config has 2 groups of engines; leave one of them"):
+        least_engines(scenario_of((0.0, 9, 1), text=text), "inflight", Promise(), most=2)
+
+
+def test_a_fit_is_printed_as_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = tmp_path / "steps.csv"
+    rows = [f"{n},0,0,0,{3 + n * 0.02}" for n in (256, 512, 1024, 2048)]
+    rows += [f"0,0,{n},{n * 100},{8 + n * 0.01}" for n in (1, 8, 64, 128)]
+    header = "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms"
+    steps.write_text("\n".join([header, *rows]))
+    assert main(["fit", str(steps), "--kv-tokens", "1000", "--host-ms", "1"]) == 0
+    said = capsys.readouterr().out
+    assert 'measured_by = "steps.csv: 8 points, ' in said
+    assert "\nb_us = 20.0\n" in said
+    assert "\nkv_tokens = 1000\n" in said
+    assert main(["fit", str(steps), "--experts", "many"]) == 2
+    assert "--experts many: expected K/E, such as 8/128" in capsys.readouterr().err
+    steps.write_text(f"{header}\n")
+    assert main(["fit", str(steps)]) == 2
+    assert "steps.csv: no request has the two tokens" in capsys.readouterr().err
+
+
+def test_a_simulation_that_fails_aside_is_told_and_leaves_no_process() -> None:
+    jobs: list[tuple[object, ...]] = [("1",)]
+    with pytest.raises(DpkitError, match="a simulation failed: TypeError: "):
+        run_side_by_side("dpkit.simulate.study:find_aside", jobs, at_once=1, tell=lambda *_: None)
+
+
+def test_a_process_that_dies_is_told_with_its_status() -> None:
+    with pytest.raises(DpkitError, match="ended before its time, with status 3; try fewer --jobs"):
+        run_side_by_side(f"{__name__}:die", [(3,)], at_once=1, tell=lambda *_: None)
+
+
+def die(status: int, _: object) -> None:
+    os._exit(status)

@@ -1,0 +1,170 @@
+"""Fits: constants that made the steps are found again, and what cannot be fitted is told."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dpkit.config.load import load_config, parse_config
+from dpkit.costmodel import PRESETS, StepCost, parse_preset
+from dpkit.engine.models.cost import CostModel
+from dpkit.errors import ConfigError, ModelNotFound, ModelUnsupported
+from dpkit.simulate.fit import Served, Step, fit_run, fit_steps, non_negative, predicted
+from dpkit.simulate.measured import preset_text, read_measured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRUE = StepCost(a_ms=8.0, b_us=20.0, c_us=5.0, d_ns=40.0, q_ns=1.0, a2_ms=3.0, d2_ns=30.0)
+MIXED = StepCost(
+    a_ms=3.0, e_ms=10.0, a2_ms=15.0, b_us=9.0, c_us=20.0, d_ns=30.0, q_ns=0.2, experts=(8, 128)
+)
+
+
+def _steps(cost: StepCost, noise: float = 0.0) -> list[Step]:
+    rng = random.Random(1)
+    grid = [(tokens, 0, 0) for tokens in (128, 512, 1024, 4096, 8192)]
+    grid += [(1024, context, 0) for context in (1_000, 8_000, 64_000)]
+    grid += [(0, n, n * each) for n in (1, 4, 16, 64, 256) for each in (128, 1_024, 8_192)]
+    grid += [(tokens, n, n * 1_024) for tokens in (64, 512, 2_048) for n in (8, 64)]
+    steps = []
+    for number, (tokens, second, third) in enumerate(grid):
+        is_prefill = 5 <= number < 8
+        step = Step(
+            prefill_tokens=tokens,
+            prefill_context=second if is_prefill else 0,
+            decodes=0 if is_prefill else second,
+            kv_tokens=third,
+            seconds=1.0,
+        )
+        seconds = predicted(cost, step) * (1 + rng.uniform(-noise, noise))
+        steps.append(
+            Step(
+                prefill_tokens=step.prefill_tokens,
+                prefill_context=step.prefill_context,
+                decodes=step.decodes,
+                kv_tokens=step.kv_tokens,
+                seconds=seconds,
+            )
+        )
+    return steps
+
+
+@pytest.mark.parametrize("cost", [TRUE, MIXED])
+def test_constants_that_made_the_steps_are_found_again(cost: StepCost) -> None:
+    fit = fit_steps(_steps(cost), experts=cost.experts)
+    assert fit.mean_error < 0.005
+    for name in ("a_ms", "b_us", "d_ns", "q_ns"):
+        assert getattr(fit.cost, name) == pytest.approx(getattr(cost, name), rel=0.05), name
+
+
+def test_a_fit_tells_how_far_off_it_is() -> None:
+    fit = fit_steps(_steps(TRUE, noise=0.2))
+    assert 0.03 < fit.mean_error < 0.15
+    assert fit.mean_error < fit.p95_error
+    assert fit.points == len(_steps(TRUE))
+
+
+def test_no_constant_is_negative() -> None:
+    rows = [((1.0, x), 10.0 - x) for x in (1.0, 2.0, 3.0)]
+    factors = non_negative(rows, 2)
+    assert min(factors) >= 0.0
+    assert factors[1] == 0.0
+
+
+def test_a_log_of_requests_tells_the_steps_between_its_lines() -> None:
+    step_s = 0.02
+    served = [
+        Served(
+            prompt_tokens=100,
+            output_tokens=101,
+            scheduled_s=10.0 * n,
+            first_s=10.0 * n + 0.05,
+            last_s=10.0 * n + 0.05 + 100 * step_s,
+        )
+        for n in range(5)
+    ]
+    fit = fit_run(served)
+    assert fit.mean_error < 0.01
+    step = Step(prefill_tokens=0, prefill_context=0, decodes=1, kv_tokens=150, seconds=step_s)
+    assert predicted(fit.cost, step) == pytest.approx(step_s, rel=0.02)
+
+
+def test_without_anything_to_fit_there_is_no_fit() -> None:
+    with pytest.raises(ValueError, match="there are no steps to fit"):
+        fit_steps([])
+    with pytest.raises(ValueError, match="no request has the two tokens from which a step can"):
+        fit_run([])
+
+
+def test_a_fit_becomes_a_file_that_a_config_names(tmp_path: Path) -> None:
+    fit = fit_steps(_steps(TRUE), host_ms=1.5)
+    path = tmp_path / "mine.toml"
+    path.write_text(preset_text(fit, source="steps.csv", kv_tokens=300_000))
+    model = CostModel(str(path))
+    assert model.spec.kv_tokens == 300_000
+    assert model.cost.host_ms == 1.5
+    assert model.cost.a_ms == pytest.approx(fit.cost.a_ms, rel=1e-3)
+    config = tmp_path / "dpkit.toml"
+    config.write_text('[[engines]]\nmodel = "cost:mine.toml"\n')
+    assert load_config(config).engines[0].model == f"cost:{path}"
+
+
+def test_every_built_in_preset_can_be_written_and_read() -> None:
+    for preset in PRESETS.values():
+        names = ("a_ms", "b_us", "c_us", "d_ns", "q_ns", "a2_ms", "e_ms", "host_ms", "d2_ns")
+        text = "\n".join(f"{name} = {getattr(preset.cost, name)}" for name in names)
+        text += f"\nexperts = {list(preset.cost.experts)}\nkv_tokens = {preset.kv_tokens}\n"
+        assert parse_preset(text).cost == preset.cost
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a_ms = 1\n", "a preset needs b_us; it may be 0"),
+        ("speed = 1\n", "there is no key 'speed' in a preset; there are: a2_ms, a_ms"),
+        ("a_ms = -1\nb_us = 1\nc_us = 1\nd_ns = 1\nq_ns = 1\n", "a_ms must be a number from 0 on"),
+        (
+            "a_ms = 1\nb_us = 1\nc_us = 1\nd_ns = 1\nq_ns = 1\nexperts = [9, 8]\n",
+            "experts must be [K, E], such as [8, 128], not [9, 8]",
+        ),
+    ],
+)
+def test_what_is_no_preset_is_told(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ModelUnsupported) as caught:
+        CostModel(str(path))
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"cost preset {str(path)!r}: ")
+
+
+def test_a_preset_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"none\.toml' cannot be read: .* `dpkit fit` makes"):
+        CostModel(str(tmp_path / "none.toml"))
+    with pytest.raises(ConfigError, match=r"none\.toml' does not exist"):
+        parse_config('[[engines]]\nmodel = "cost:none.toml"\n')
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("arrival_s,prompt_tokens\n", ":1: nothing to fit here: expected a table of steps, with"),
+        (
+            "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms\n1,0,0,0,fast\n",
+            ":2: this was not measured: ValueError",
+        ),
+        (
+            "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms\n1,0,0,0,0\n",
+            "step_ms must be more than 0, not 0",
+        ),
+    ],
+)
+def test_what_was_not_measured_is_told(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_measured(path)
+    assert words in str(caught.value)

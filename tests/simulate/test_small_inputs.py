@@ -1,0 +1,37 @@
+"""Small inputs whose outcome can be counted: what counting requests gets wrong, and what is right.
+
+Each of them shows one fault of `kv_pressure`; `docs/simulate.md` says which policy mends it.
+"""
+
+from __future__ import annotations
+
+from dpkit.simulate.run import Outcome, run
+from dpkit.simulate.study import with_policy
+from tests.simulate.lab import workload_of
+
+
+def _run(name: str, policy: str) -> Outcome:
+    return run(with_policy(workload_of(name), policy))
+
+
+def test_micro_long_short_prompts_wait_for_the_long_one_if_requests_are_counted() -> None:
+    late = [a.number for a in _run("micro-long", "kv_pressure").answers[1:] if a.ttft_s > 0.5]
+    assert len(late) >= 5
+
+
+def test_micro_long_no_short_prompt_waits_if_tokens_are_counted() -> None:
+    late = [a.number for a in _run("micro-long", "least_tokens").answers[1:] if a.ttft_s > 0.5]
+    assert not late
+
+
+def test_micro_alias_every_request_is_answered_and_tokens_are_spread_better() -> None:
+    by_counts, by_tokens = (_run("micro-alias", p) for p in ("kv_pressure", "least_tokens"))
+    assert all(answer.is_whole for answer in by_counts.answers + by_tokens.answers)
+    assert by_tokens.watch.kv_cv < by_counts.watch.kv_cv
+
+
+def test_micro_kv_engines_that_are_short_of_memory_preempt_and_finish_all_the_same() -> None:
+    outcome = _run("micro-kv", "kv_pressure")
+    assert outcome.preemptions > 0
+    assert all(answer.is_whole for answer in outcome.answers)
+    assert outcome.watch.queue_share > 0.0
