@@ -176,7 +176,7 @@ def _model_problem(value: str) -> str | None:
 
 def _preset_problem(preset: str) -> str | None:
     if preset.endswith(".toml"):
-        return None if Path(preset).expanduser().is_file() else f"{preset!r} does not exist"
+        return None if _is_file(preset) else f"{preset!r} does not exist"
     # Imported when a file asks for it: most files name no preset.
     from dpkit.costmodel import PRESETS  # noqa: PLC0415
 
@@ -185,6 +185,13 @@ def _preset_problem(preset: str) -> str | None:
     return f"unknown cost preset {quote(preset)}; known: {', '.join(PRESETS)}" + did_you_mean(
         preset, PRESETS
     )
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).expanduser().is_file()
+    except (OSError, RuntimeError):  # a name too long, no such user
+        return False
 
 
 def _path_problem(value: str) -> str | None:
