@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +41,13 @@ def run_side_by_side(work: str, jobs: Sequence[Job], *, at_once: int, tell: Tell
         DpkitError: a job failed, with its words, or its process died; the others are ended.
     """
     children: list[subprocess.Popen[bytes]] = []
+    given_up = threading.Event()
 
     def do(place: int) -> Any:
         with _start() as child:
             children.append(child)
+            if given_up.is_set():  # just before it was started
+                child.kill()
             return _follow(child, (work, jobs[place]), lambda done: tell(place, done))
 
     with ThreadPoolExecutor(at_once, "simulation") as threads:
@@ -50,6 +55,7 @@ def run_side_by_side(work: str, jobs: Sequence[Job], *, at_once: int, tell: Tell
         try:
             return [future.result() for future in futures]
         except BaseException:
+            given_up.set()
             for future in futures:
                 future.cancel()
             for child in children:
@@ -92,14 +98,21 @@ def main() -> None:
     from dpkit.errors import describe  # noqa: PLC0415 - only the process itself needs it
     from dpkit.imports import import_named  # noqa: PLC0415 - likewise
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to hear, which then ends this
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a policy prints is no word of ours
 
     def say(kind: str, word: object) -> None:
-        pickle.dump((kind, word), out)
-        out.flush()
+        try:
+            pickle.dump((kind, word), out)
+            out.flush()
+        except OSError:  # the parent has died; an exception would only end one request
+            os._exit(1)
 
-    work, job = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own parent's
+    try:
+        work, job = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own parent's
+    except (EOFError, pickle.UnpicklingError):  # which has died
+        return
     module, _, name = work.partition(":")
     try:
         found = getattr(import_named(module), name)(*job, lambda done: say("at", done))
