@@ -9,13 +9,15 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from attrs import frozen
+
 from dpkit.messages import ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from dpkit.messages import Batch, EngineId, GenerateRequest, StepResult
+    from dpkit.messages import Batch, EngineId, GenerateRequest, Room, StepReport, StepResult
 
 
 class TextDecoder(Protocol):
@@ -100,6 +102,10 @@ class EngineLoad(Protocol):
     """
 
     @property
+    def engine(self) -> EngineId:
+        """Which incarnation."""
+
+    @property
     def inflight(self) -> int:
         """This client's unfinished requests."""
 
@@ -122,6 +128,14 @@ class EngineLoad(Protocol):
     @property
     def others(self) -> int:
         """Requests of other clients: what the newest snapshot counts beyond this client's own."""
+
+    @property
+    def room(self) -> Room | None:
+        """What the engine can hold and do at once; None: unknown."""
+
+    @property
+    def report(self) -> StepReport | None:
+        """The engine's own newest word to this client; None: it has said nothing, or never does."""
 
 
 class LoadView(Protocol):
@@ -168,6 +182,17 @@ class LoadView(Protocol):
         """Count `requests` more as waiting on an engine until the next snapshot says better."""
 
 
+@frozen(kw_only=True)
+class End:
+    """How a request left its engine."""
+
+    output: Sequence[int] = ()
+    """All its tokens so far, those of earlier lives included."""
+
+    finished: bool = False
+    """The model ended it; else it was aborted, lost or refused."""
+
+
 class Policy(abc.ABC):
     """Chooses an engine. Synchronous, no I/O, no clock; owned by one client's dispatch.
 
@@ -192,11 +217,67 @@ class Policy(abc.ABC):
         Not called for an engine that left the view meanwhile: what it held is no longer counted.
         """
 
+    def on_answered(self, request: GenerateRequest, view: LoadView) -> None:
+        """A charged request has its first token."""
+
+    def on_end(self, request: GenerateRequest, end: End, view: LoadView) -> None:
+        """A charged request is on its engine no more, be that in the view or not."""
+
     def on_engines(self, view: LoadView) -> None:
         """An engine came or went: indices have moved, and there may be no engine at all."""
 
     def on_snapshot(self, view: LoadView) -> None:
         """A new snapshot replaced the old one."""
+
+    def on_report(self, index: int, view: LoadView) -> None:
+        """Engine `index` has told of its work: `view.load(index).report` is new.
+
+        After every step, so it must be cheap. Only a policy that overrides it has `view.changes`
+        tell of reports.
+        """
+
+
+class Pass(Protocol):
+    """One look of a `HoldingPolicy` at all engines, while it decides on the requests that wait.
+
+    What was offered counts for what is offered after it: both where it is sent and where it is held
+    an engine has that much more to do.
+    """
+
+    @property
+    def is_over(self) -> bool:
+        """No engine takes any more: whoever was not offered yet waits."""
+
+    def offer(self, prospect: Any, index: int | None = None) -> int | None:
+        """Decide on one request: the engine to send it to at once; None: it is to wait on.
+
+        Args:
+            prospect: What `prepare` made of it.
+            index: The engine that it is pinned to; None: it may go anywhere.
+        """
+
+
+class HoldingPolicy(Policy):
+    """A policy that may also keep a request at the client until its engine can begin it.
+
+    For late binding. A request that is held is held for nobody but itself: the next pass may decide
+    anything else. Bound early it is a policy like any other.
+    """
+
+    @abc.abstractmethod
+    def prepare(self, request: GenerateRequest) -> Any:
+        """What `offer` wants to know of a request; made once and kept while the request waits."""
+
+    @abc.abstractmethod
+    def age(self, prospect: Any) -> float:
+        """Seconds by which those that come later may go before this request."""
+
+    @abc.abstractmethod
+    def open_pass(self, view: LoadView) -> Pass:
+        """Begin to decide on those that wait, in the order of their turn.
+
+        A request that is offered and may be sent is charged at once, before the next is offered.
+        """
 
 
 class EngineLink(Protocol):

@@ -112,16 +112,45 @@ class Completion:
     latency_s: float
 
 
-@frozen(kw_only=True)
-class StepReport:
+class Room(NamedTuple):
+    """What an engine can hold and do at once, as its clients reckon with it."""
+
+    tokens_per_step: int
+    requests: int  # running at once
+    kv_tokens: int
+    has_prefix_cache: bool = True
+
+
+class StepWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step computes, in the terms of its cost (`dpkit.costmodel`)."""
+
+    decodes: int = 0  # requests that compute one token after their prompt
+    prefill_tokens: int = 0
+    decode_context: int = 0  # sum of the decodes' contexts, in tokens
+    prefill_context: float = 0.0  # sum over the prefill tokens of the tokens each attends to
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine's queue counts do not say: how much work its requests are.
 
-    Token-aware balancing needs it, since one long prompt is more work than ten short ones.
+    Token-aware balancing needs it, since one long prompt is more work than ten short ones. A client
+    hears it after each step and after each drain, with the last two counts its own.
     """
 
-    step_time_s: float  # of the last step, the model's part; 0.0 before the first
-    unprefilled_tokens: int  # of running and waiting requests, cached prefixes counted in full
-    context_tokens: int  # cached for running requests; shared blocks count for each
+    step_time_s: float = 0.0  # of the last step, the model's part; 0.0 before the first
+    unprefilled_tokens: int = 0  # of running and waiting requests, cached prefixes in full if these
+    scheduled_tokens: int = 0  # those of them that the step under way computes; 0 between two steps
+    context_tokens: int = 0  # cached for running requests; shared blocks count for each
+    requests: int = 0  # running and waiting
+    waiting: int = 0  # preempted ones included
+    generated_tokens: int = 0  # output so far of all these requests, an earlier life's included
+    kv_tokens_used: int = 0  # in held blocks: shared ones once, cached ones that nobody holds never
+    kv_tokens: int = 0  # what all blocks hold
+    preemptions: int = 0  # since birth
+    steps: int = 0  # likewise: that the last step is another one than the report before told
+    last_step: StepWork = StepWork()  # what took `step_time_s`
+    sent: int = 0  # requests that this client has handed to this life's link so far
+    acknowledged: int = 0  # the first so many of them are reckoned with here, ended or not
 
 
 @frozen(kw_only=True)

@@ -19,6 +19,18 @@ class PolicyName(enum.StrEnum):
     POWER_OF_TWO = "power_of_two"
     ROUND_ROBIN = "round_robin"
     RANDOM = "random"
+    EXPECTED_TTFT = "expected_ttft"
+
+
+class Binding(enum.StrEnum):
+    """When a request that may go to any engine gets one."""
+
+    EARLY = "early"  # the moment it comes
+    LATE = "late"  # when its engine would begin it with the next step
+
+
+HOLDING_POLICIES = frozenset({PolicyName.EXPECTED_TTFT})
+"""The built-in policies that can bind late; they do unless told otherwise."""
 
 
 class EngineKind(enum.StrEnum):

@@ -61,6 +61,7 @@ LAYERS = [
         "dpkit.nursery.prompts",
         "dpkit.nursery.requests",
         "dpkit.nursery.flight",
+        "dpkit.nursery.line",
         "dpkit.nursery.flights",
         "dpkit.nursery.membership",
         "dpkit.nursery.gathering",

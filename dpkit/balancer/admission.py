@@ -12,7 +12,9 @@ than the largest request; all turns in which nobody can pay are taken at once.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
+from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ from attrs import define, field, frozen
 from dpkit.errors import Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 RECENT = 64
 """Requests by which the speed of the queue is judged."""
@@ -40,6 +42,8 @@ class Entry:
     priority: int = 0
     tenant: str | None = None
     """Whose it is; requests that do not say so are together one tenant's."""
+    age: float = 0.0
+    """Seconds by which others of its tenant may come later and yet go before it."""
 
 
 @define(eq=False)
@@ -47,6 +51,10 @@ class Ticket:
     """A place in the queue."""
 
     entry: Entry
+    rank: tuple[float, int]  # among those of its tenant: when it came and how it is aged, and which
+
+
+_rank = attrgetter("rank")
 
 
 @frozen(kw_only=True)
@@ -67,12 +75,12 @@ class _Tenant:
     """What one tenant has queued at one priority; never empty between calls."""
 
     spent: int  # the turn up to which it has spent what it was given
-    queue: OrderedDict[Ticket, None] = field(factory=OrderedDict)
+    queue: list[Ticket] = field(factory=list)  # by rank
     pays_at: int = 0  # the turn in which it can pay for its first request
 
     def look(self) -> None:
         """Its first request may be another one now."""
-        self.pays_at = self.spent + next(iter(self.queue)).entry.tokens
+        self.pays_at = self.spent + self.queue[0].entry.tokens
 
 
 @define(eq=False)
@@ -85,27 +93,41 @@ class _Level:
 
     def put(self, ticket: Ticket) -> None:
         tenant = self.tenants.setdefault(ticket.entry.tenant, _Tenant(self.turn))
-        tenant.queue[ticket] = None
+        insort(tenant.queue, ticket, key=_rank)
         tenant.look()
 
-    def pop(self) -> Ticket:
-        if self.returned:
-            return self.returned.popitem(last=False)[0]
-        # Of equals the first: who went moves to the end, so they take turns.
-        tenant = min(self.tenants.values(), key=attrgetter("pays_at"))
-        ticket = next(iter(tenant.queue))
-        self.turn = max(self.turn, tenant.pays_at)
-        tenant.spent = tenant.pays_at
-        self.tenants.move_to_end(ticket.entry.tenant)
+    def in_turn(self) -> Iterator[Ticket]:
+        """All, in the order in which they would go if each went when its turn came."""
+        yield from self.returned
+        if len(self.tenants) == 1:
+            [tenant] = self.tenants.values()
+            yield from tenant.queue
+            return
+        # What each has left, and when it can pay for the next. Of equals the first in line.
+        lines = [(each.pays_at, each.queue, 0) for each in self.tenants.values()]
+        while lines:
+            first = min(range(len(lines)), key=lambda line: lines[line][0])
+            pays_at, queue, place = lines.pop(first)
+            yield queue[place]
+            if (place := place + 1) < len(queue):
+                lines.append((pays_at + queue[place].entry.tokens, queue, place))
+
+    def take(self, ticket: Ticket) -> None:
+        """Let one go, first or not: its tenant pays for it."""
+        if ticket not in self.returned:
+            name = ticket.entry.tenant
+            tenant = self.tenants[name]
+            tenant.spent += ticket.entry.tokens
+            self.turn = max(self.turn, tenant.spent)
+            self.tenants.move_to_end(name)  # of equals the first: they take turns
         self.remove(ticket)
-        return ticket
 
     def remove(self, ticket: Ticket) -> None:
         if ticket in self.returned:
             del self.returned[ticket]
             return
         tenant = self.tenants[ticket.entry.tenant]
-        del tenant.queue[ticket]
+        del tenant.queue[bisect_left(tenant.queue, ticket.rank, key=_rank)]
         if tenant.queue:
             tenant.look()
         else:
@@ -115,8 +137,8 @@ class _Level:
 class AdmissionQueue:
     """The requests of one client that wait for room.
 
-    `put`, `put_front` and `withdraw` cost the same however many wait; `pop` looks at each tenant of
-    one priority.
+    `put`, `put_front`, `take` and `withdraw` cost nearly the same however many wait; `pop` looks at
+    each tenant of one priority.
 
     Args:
         max_queued: As many may wait; more are refused. Whoever was in front before is not counted.
@@ -128,6 +150,7 @@ class AdmissionQueue:
         self._patience = patience
         self._levels: dict[int, _Level] = {}
         self._tickets: set[Ticket] = set()
+        self._came = 0
         self._moments: deque[float] = deque(
             maxlen=RECENT
         )  # a queue began, and each that went since
@@ -162,7 +185,7 @@ class AdmissionQueue:
             )
         if not self._moments:
             self._moments.append(now)
-        ticket = self._admit(entry)
+        ticket = self._admit(entry, now)
         self._level(entry).put(ticket)
         return ticket
 
@@ -172,9 +195,14 @@ class AdmissionQueue:
         It goes before all others of its priority, and has paid already. Those that come back go in
         the order in which they come back.
         """
-        ticket = self._admit(entry)
+        ticket = self._admit(entry, 0.0)
         self._level(entry).returned[ticket] = None
         return ticket
+
+    def in_turn(self, most: int) -> list[Ticket]:
+        """Those that go next, in their order, as long as each goes when it is its turn."""
+        levels = (self._levels[priority].in_turn() for priority in sorted(self._levels))
+        return list(islice(chain.from_iterable(levels), most))
 
     def pop(self, now: float) -> Entry:
         """Take out the request that goes next.
@@ -184,12 +212,17 @@ class AdmissionQueue:
         """
         if not self._tickets:
             raise IndexError("cannot take a request from an empty queue; ask its len() before")
-        ticket = self._levels[min(self._levels)].pop()
+        ticket = next(self._levels[min(self._levels)].in_turn())
+        self.take(ticket, now)
+        return ticket.entry
+
+    def take(self, ticket: Ticket, now: float) -> None:
+        """Take out a request that goes now, though others may go before it by right."""
+        self._levels[ticket.entry.priority].take(ticket)
         self._forget(ticket)
         self._admitted += 1
         if self._tickets:
             self._moments.append(now)
-        return ticket.entry
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Take a request out of turn: its client left. Idempotent: True the first time only."""
@@ -226,8 +259,9 @@ class AdmissionQueue:
     def _level(self, entry: Entry) -> _Level:
         return self._levels.setdefault(entry.priority, _Level())
 
-    def _admit(self, entry: Entry) -> Ticket:
-        ticket = Ticket(entry)
+    def _admit(self, entry: Entry, now: float) -> Ticket:
+        self._came += 1
+        ticket = Ticket(entry, (now + entry.age, self._came))
         self._tickets.add(ticket)
         self._tokens += entry.tokens
         return ticket

@@ -7,18 +7,22 @@ and charge have no checkpoint between them, so concurrent requests see each othe
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from attrs import define
 
+from dpkit.abc import End, Policy
 from dpkit.balancer.policies import policy_name
 from dpkit.errors import DpkitError, NoEngineReady, RequestRejected
+from dpkit.names import Binding
 
 if TYPE_CHECKING:
-    from dpkit.abc import EngineLoad, Policy
+    from collections.abc import Sequence
+
+    from dpkit.abc import EngineLoad
     from dpkit.balancer.ledger import Charge, Ledger
     from dpkit.balancer.view import LoadView
-    from dpkit.messages import EngineId, GenerateRequest, Snapshot
+    from dpkit.messages import EngineId, GenerateRequest, Room, Snapshot, StepReport
 
     Known = tuple[str, float | None, int, int, int, float]
 
@@ -26,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 PINNED = "pinned"
 """Rule of a request that names its engine."""
+
+ANYWHERE = -1
+"""In place of an engine's index: the policy is asked."""
 
 HELD = "held"
 """Rule of a request whose id is in flight: it goes to the engine that has it."""
@@ -87,11 +94,20 @@ class Placement:
 class EarlyDispatch:
     """One client's arbiter: asks the policy, charges the ledger, tells the policy."""
 
+    binding: ClassVar[Binding] = Binding.EARLY
+
     def __init__(self, ledger: Ledger, view: LoadView, policy: Policy) -> None:
         self._ledger = ledger
         self._view = view
+        self._take_policy(policy)
+
+    def _take_policy(self, policy: Policy) -> None:
         self._policy = policy
         self._rule = policy_name(policy)
+        # Reports come with every step: a policy that makes nothing of them has nothing to renew.
+        self._hears_reports = type(policy).on_report is not Policy.on_report
+        self._hears_answers = type(policy).on_answered is not Policy.on_answered
+        self._hears_ends = type(policy).on_end is not Policy.on_end
 
     def __repr__(self) -> str:
         return f"<EarlyDispatch by {self._rule}: {self._ledger!r}>"
@@ -105,11 +121,15 @@ class EarlyDispatch:
             return bool(self._view.engines)
         return self._view.index_of(engine) is not None or engine not in self._view.names
 
-    def place(self, request: GenerateRequest) -> Placement:
+    def place(self, request: GenerateRequest, chosen: int = ANYWHERE) -> Placement:
         """Choose an engine for a request and charge it there.
 
         An engine that the request names is taken without asking the policy; an id that is in
         flight goes to the engine that has it and shares its charge.
+
+        Args:
+            request: What to place.
+            chosen: Index of the engine that the policy has chosen for it already, just now.
 
         Resource handling:
             The caller owns the placement and must `release` it, however the request ends.
@@ -127,7 +147,7 @@ class EarlyDispatch:
         if request.engine is None:
             if not loads:
                 raise _nobody(request, "no engine")
-            index = policy.pick(request, view)
+            index = policy.pick(request, view) if chosen == ANYWHERE else chosen
             if type(index) is not int or not 0 <= index < len(loads):  # -1 would be the last one
                 raise self._nowhere(request, index)
             rule, score = self._rule, policy.score(request, index, view)
@@ -145,15 +165,30 @@ class EarlyDispatch:
             raise
         return Placement(request, index, engine, charge, known)
 
-    def release(self, placement: Placement) -> bool:
-        """Stop counting a placed request. Idempotent: True the first time, False ever after."""
+    def release(
+        self, placement: Placement, output: Sequence[int] = (), *, finished: bool = False
+    ) -> bool:
+        """Stop counting a placed request. Idempotent: True the first time, False ever after.
+
+        Args:
+            placement: Of the request.
+            output: Its tokens so far.
+            finished: The model ended it.
+        """
         if not placement.charge.release():
             return False
         # A release after its engine left must not reach what the policy counts for others.
         index = self._view.find(placement.charge.account, placement.index)
         if index is not None:
             self._tell("on_release", placement.request, index)
+        if self._hears_ends:
+            self._tell("on_end", placement.request, End(output=output, finished=finished))
         return True
+
+    def on_answered(self, placement: Placement) -> None:
+        """A placed request has its first token."""
+        if self._hears_answers:
+            self._tell("on_answered", placement.request)
 
     def expect(self, name: str) -> None:
         """An engine will come; see `LoadView.expect`."""
@@ -163,9 +198,9 @@ class EarlyDispatch:
         """An engine will not come back; see `LoadView.forget`."""
         self._view.forget(name)
 
-    def add(self, engine: EngineId, rank: int) -> None:
+    def add(self, engine: EngineId, rank: int, room: Room | None = None) -> None:
         """Let a life of an engine be picked; see `LoadView.add`."""
-        self._view.add(engine, rank)
+        self._view.add(engine, rank, room)
         self._tell("on_engines")
 
     def remove(self, engine: EngineId) -> bool:
@@ -177,15 +212,34 @@ class EarlyDispatch:
 
     def use(self, policy: Policy) -> None:
         """Ask another policy from now on; what is placed stays where it is."""
-        self._policy = policy
-        self._rule = policy_name(policy)
-        self._view.changes.update(range(len(self._view.engines)))  # all of it is news to this one
+        self._take_policy(policy)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Go on where another dispatch of these books was: all of it is news to this policy."""
+        self._view.changes.update(range(len(self._view.engines)))
         self._tell("on_engines")
+
+    @property
+    def books(self) -> tuple[Ledger, LoadView]:
+        """What it writes and reads, for the dispatch that is to follow."""
+        return self._ledger, self._view
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Take the coordinator's newest word."""
         if self._view.apply(snapshot):
             self._tell("on_snapshot")
+
+    def on_report(self, engine: EngineId, report: StepReport) -> None:
+        """Take a life's own newest word; of one that is not in the view it means nothing."""
+        view = self._view
+        index = view.index_of(engine.name)
+        if index is None or (load := view.load(index)).engine != engine:
+            return
+        load.hear_report(report)
+        if self._hears_reports:
+            view.changes.add(index)
+            self._tell("on_report", index)
 
     def _tell(self, hook: str, *news: object) -> None:
         """Call a hook of the policy that only informs it.

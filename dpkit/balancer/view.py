@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dpkit.balancer.ledger import Ledger
-    from dpkit.messages import EngineId, Snapshot
+    from dpkit.messages import EngineId, Room, Snapshot, StepReport
 
 UNKNOWN = (0, 0, 0.0)
 """An engine that no snapshot speaks of: no load but what this client itself gave it."""
@@ -38,6 +38,12 @@ class Load(Account):
     running: int = 0
     kv_cache_usage: float = 0.0
     others: int = 0
+    room: Room | None = None
+    report: StepReport | None = None
+
+    def hear_report(self, report: StepReport) -> None:
+        """Replace what the engine itself told before."""
+        self.report = report
 
     def hear(
         self, waiting: int, running: int, kv_cache_usage: float, *, alone: bool = False
@@ -159,11 +165,11 @@ class LoadView:
         self.changes.update(range(len(self._loads)))
         return True
 
-    def add(self, engine: EngineId, rank: int) -> None:
+    def add(self, engine: EngineId, rank: int, room: Room | None = None) -> None:
         """Let a life of an engine be picked.
 
         A new life has nothing in flight, and its load is not known before the next snapshot. A life
-        that was away has what it had.
+        that was away has what it had. `room` is what it can hold and do at once, if that is known.
 
         Raises:
             ValueError: a life of this engine, or another engine of this rank, is in the view.
@@ -173,7 +179,9 @@ class LoadView:
                 raise ValueError(
                     f"cannot add engine {engine} at rank {rank}: {load.engine} is there already"
                 )
-        insort(self._loads, self._open(engine, rank), key=attrgetter("rank"))
+        load = self._open(engine, rank)
+        load.room = room
+        insort(self._loads, load, key=attrgetter("rank"))
         self._lives[engine.name] = engine
         self._renumber()
 

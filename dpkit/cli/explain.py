@@ -16,7 +16,7 @@ from dpkit.cli.losses import at_the_end, on_loss
 from dpkit.cli.served import serving
 from dpkit.config.load import load_config
 from dpkit.config.units import show_duration
-from dpkit.names import PolicyName, StartMethod, Transport
+from dpkit.names import Binding, PolicyName, StartMethod, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,6 +47,16 @@ POLICIES = {
     ),
     PolicyName.ROUND_ROBIN: "each engine in turn gets one, whatever its load.",
     PolicyName.RANDOM: "any engine gets it, each as likely as the others.",
+    PolicyName.EXPECTED_TTFT: (
+        "the engine where its first token is expected soonest, in seconds of work that are learned "
+        "from the engines' steps, gets it; what is cached there counts, and what the answer costs."
+    ),
+}
+
+
+_BOUND = {
+    Binding.EARLY: "the moment it comes",
+    Binding.LATE: "when that could begin it with the next step, and waits at the client till then",
 }
 
 
@@ -181,8 +191,10 @@ def _memory(kv: KvFacts | None) -> str:
 
 def _balancing(config: Config) -> Iterator[str]:
     policy, coordinator = config.balancer.policy, config.coordinator
-    yield f"Balancing: a request gets its engine the moment it comes. By policy {policy}, " + (
-        explain_policy(policy)
+    bound = _BOUND[config.balancer.bound]
+    yield (
+        f"Balancing: a request gets its engine {bound}. "
+        f"By policy {policy}, {explain_policy(policy)}"
     )
     if not coordinator.publish:
         yield "  Engines publish no counts: only the client's own in-flight requests are known."

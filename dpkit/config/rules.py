@@ -14,7 +14,7 @@ from dpkit.config.joining import joining
 from dpkit.config.lockstep import lockstep
 from dpkit.config.units import parse_duration, show_duration
 from dpkit.errors import ConfigError
-from dpkit.names import Dtype, Quant
+from dpkit.names import HOLDING_POLICIES, Binding, Dtype, PolicyName, Quant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -61,6 +61,7 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
     yield from _too_few_engines(cluster, config.get("engines") or ())
     balancer = config.get("balancer") or {}
     yield from _at_most(balancer, ("balancer",), ("eject_for", 1.0), ("eject_max", 60.0))
+    yield from _binds_late(balancer)
     yield from _same_address(config.get("server") or {})
 
 
@@ -130,6 +131,17 @@ def _phases(cluster: Table) -> Iterator[tuple[Path, str]]:
     if pre_stop is not None and pre_stop > left:
         message = f"must be at most {show_duration(left)}, which is grace without kill_after"
         yield ("cluster", "pre_stop"), f"{message}; got {show_duration(pre_stop)}"
+
+
+def _binds_late(balancer: Table) -> Iterator[tuple[Path, str]]:
+    """Only a policy that says when an engine has room can hold requests for it."""
+    policy = balancer.get("policy", PolicyName.KV_PRESSURE)
+    if balancer.get("binding") != Binding.LATE or policy is None:
+        return
+    if ":" not in policy and policy not in HOLDING_POLICIES:
+        those = " or ".join(quote(str(name)) for name in sorted(HOLDING_POLICIES))
+        message = f"policy {quote(str(policy))} cannot bind late, only {those} and your own can"
+        yield ("balancer", "binding"), f"{message}; leave binding out"
 
 
 def _same_address(server: Table) -> Iterator[tuple[Path, str]]:

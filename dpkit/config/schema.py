@@ -26,7 +26,7 @@ from dpkit.config.reasons import why
 from dpkit.config.rules import Conflict, conflicts
 from dpkit.config.server import ServerConfig as ServerConfig  # noqa: PLC0414 - likewise
 from dpkit.config.units import Seconds, show_duration
-from dpkit.names import EngineKind, PolicyName
+from dpkit.names import HOLDING_POLICIES, Binding, EngineKind, PolicyName
 
 EXTENDS = "extends"  # a word of files, read before there is a config: the file that lies below
 
@@ -204,6 +204,12 @@ class BalancerConfig:
             "Sees exact in-flight counts, all clients' queues, and the KV pressure behind a queue."
         ),
     )
+    binding: Binding | None = field(
+        default=None,
+        metadata=why(
+            "Left out: late if the policy can hold requests, as expected_ttft can; else early."
+        ),
+    )
     eject_after: int = field(
         default=3,
         validator=Between(1, 1000),
@@ -233,6 +239,12 @@ class BalancerConfig:
             "engines, one must go. 0: none ever."
         ),
     )
+
+    @property
+    def bound(self) -> Binding:
+        """When requests get their engines."""
+        late = self.policy in HOLDING_POLICIES
+        return self.binding or (Binding.LATE if late else Binding.EARLY)
 
 
 @frozen(kw_only=True)

@@ -44,6 +44,11 @@ class BlockPool:
         return len(self._useless) + untouched + len(self._findable)
 
     @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds, each once."""
+        return len(self._refs)
+
+    @property
     def usage(self) -> float:
         """Share of the blocks that somebody holds, 0.0 to 1.0."""
         return 1.0 - self.num_free / self.num_blocks

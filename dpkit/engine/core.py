@@ -15,7 +15,7 @@ from dpkit.engine.checks import check_result, find_problem
 from dpkit.engine.request import Request
 from dpkit.engine.scheduler import Scheduler
 from dpkit.errors import RequestRejected
-from dpkit.messages import EngineOutput
+from dpkit.messages import EngineOutput, StepReport
 from dpkit.names import FinishReason
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dpkit.abc import Model
     from dpkit.engine.limits import EngineLimits
-    from dpkit.messages import Batch, GenerateRequest, StepResult
+    from dpkit.messages import Batch, GenerateRequest, StepResult, StepWork
 
 
 @frozen(kw_only=True)
@@ -123,13 +123,33 @@ class EngineCore:
         """Share of the KV blocks that are held, 0.0 to 1.0."""
         return self._scheduler.pool.usage
 
-    def get_unprefilled_tokens(self) -> int:
-        """Tokens to compute before every request is decoding."""
-        return self._scheduler.unprefilled_tokens
+    @property
+    def work(self) -> StepWork:
+        """What the step in flight computes, or the last one if none is."""
+        return self._scheduler.work
 
-    def get_context_tokens(self) -> int:
-        """Tokens whose KV running requests hold."""
-        return self._scheduler.context_tokens
+    def report(
+        self, step_time_s: float, last_step: StepWork, *, sent: int = 0, acknowledged: int = 0
+    ) -> StepReport:
+        """How much work the requests are; the arguments are the caller's to know."""
+        scheduler, limits = self._scheduler, self.limits
+        counters, waiting = scheduler.counters, len(scheduler.waiting)
+        return StepReport(
+            step_time_s=step_time_s,
+            unprefilled_tokens=scheduler.unprefilled_tokens,
+            scheduled_tokens=scheduler.scheduled_tokens,
+            context_tokens=scheduler.context_tokens,
+            requests=len(scheduler.running) + waiting,
+            waiting=waiting,
+            generated_tokens=scheduler.generated_tokens,
+            kv_tokens_used=scheduler.pool.num_held * limits.block_size,
+            kv_tokens=limits.kv_tokens,
+            preemptions=counters.preemptions,
+            steps=counters.steps,
+            last_step=last_step,
+            sent=sent,
+            acknowledged=acknowledged,
+        )
 
     def schedule(self) -> Batch | None:
         """Choose the next step; None exactly when there are no requests. Then `apply` it."""

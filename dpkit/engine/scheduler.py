@@ -27,7 +27,7 @@ from attrs import define, field
 from dpkit.engine.blocks import BlockPool
 from dpkit.engine.request import Request, Unfinished
 from dpkit.errors import InternalError
-from dpkit.messages import Batch, BatchRow, EngineOutput
+from dpkit.messages import Batch, BatchRow, EngineOutput, StepWork
 from dpkit.names import FinishReason
 
 if TYPE_CHECKING:
@@ -75,7 +75,15 @@ class Scheduler:
         self.budget = limits.max_num_batched_tokens  # of a step; less once one was too much
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting: OrderedDict[str, Request] = OrderedDict()
-        self._waiting_tokens = 0  # kept, since the queue may be long and every report asks
+        # Kept, since every report asks and the queues may be long.
+        self._waiting_tokens = 0
+        self.context_tokens = 0
+        """Tokens whose KV running requests hold."""
+        self.generated_tokens = 0
+        """Output so far of all requests."""
+        self.work = StepWork()
+        """What the step in flight computes, or the last one."""
+        self._prefilling: dict[str, Request] = {}  # run, and have not sampled since they do
         self._batch: Batch | None = None  # in flight
         self._step: dict[Request, BatchRow] = {}  # the same, by request
 
@@ -86,6 +94,7 @@ class Scheduler:
         """Queue a request that fits the limits and whose id is free."""
         self.waiting[request.ask.request_id] = request
         self._waiting_tokens += len(request.token_ids)
+        self.generated_tokens += request.num_outputs
 
     def abort(self, request_id: str) -> None:
         """Drop a request, whatever its state; unknown ids are ignored.
@@ -97,6 +106,9 @@ class Scheduler:
             if (request := self.waiting.pop(request_id, None)) is None:
                 return
             self._waiting_tokens -= len(request.token_ids)
+        else:
+            self._stop_running(request)
+        self.generated_tokens -= request.num_outputs
         request.move_to(FinishReason.ABORT)
         self.counters.requests_aborted += 1
         if request not in self._step:
@@ -120,7 +132,26 @@ class Scheduler:
         self._step = plan.decodes | plan.prefills
         self.counters.peak_kv_usage = max(self.counters.peak_kv_usage, self.pool.usage)
         self._batch = Batch(rows=tuple(self._step.values())) if self._step else None
+        if self._batch is not None:
+            self.work = self._work_of(plan)
         return self._batch
+
+    def _work_of(self, plan: _Plan) -> StepWork:
+        """What a step costs: in time that grows with its prefills only."""
+        tokens = started = 0
+        context = 0.0
+        for row in plan.prefills.values():
+            count = len(row.token_ids)
+            tokens += count
+            started += row.start
+            context += count * (row.start + count / 2)
+        decodes = len(plan.decodes)
+        return StepWork(
+            decodes=decodes,
+            prefill_tokens=tokens,
+            decode_context=self.context_tokens - started + decodes,
+            prefill_context=context,
+        )
 
     def shrink(self) -> bool:
         """Take back the step in flight and halve the budget; False: it has one token only.
@@ -162,6 +193,8 @@ class Scheduler:
             del self.waiting[request.ask.request_id]
             self._waiting_tokens -= len(request.token_ids)
             self.running[request.ask.request_id] = request
+            self._prefilling[request.ask.request_id] = request
+            self.context_tokens += request.num_computed
             request.move_to(Unfinished.RUNNING)
             plan.take(request)
 
@@ -182,6 +215,7 @@ class Scheduler:
 
     def _preempt_newest(self) -> Request:
         request_id, request = self.running.popitem()
+        self._stop_running(request)
         request.move_to(Unfinished.PREEMPTED)
         self._release(request)
         self.waiting[request_id] = request
@@ -216,14 +250,22 @@ class Scheduler:
         step, self._step, self._batch = self._step, {}, None
         self.counters.steps += 1
         outputs = []
+        computed = 0
         for index, (request, row) in enumerate(step.items()):
             if request.is_finished:
                 self._release(request)
                 continue
-            self._advance(request, len(row.token_ids))
+            count = len(row.token_ids)
+            computed += count
+            self._advance(request, count)
             request.prompt_logprobs += result.prompt_logprobs.get(index, ())
             if (token_id := result.sampled[index]) is not None:
                 outputs.append(self._append(request, token_id, result.logprobs.get(index)))
+        self.context_tokens += computed
+        self.generated_tokens += len(outputs)
+        for request in tuple(self._prefilling.values()):
+            if step[request].output_index is not None:
+                del self._prefilling[request.ask.request_id]
         return outputs
 
     def _advance(self, request: Request, count: int) -> None:
@@ -247,6 +289,8 @@ class Scheduler:
         if reason is not None:
             request.move_to(reason)
             del self.running[request.ask.request_id]
+            self._stop_running(request)
+            self.generated_tokens -= request.num_outputs
             self._release(request)
             self.counters.requests_finished += 1
         return EngineOutput(
@@ -257,6 +301,10 @@ class Scheduler:
             finish_reason=reason,
         )
 
+    def _stop_running(self, request: Request) -> None:
+        self.context_tokens -= request.num_computed
+        self._prefilling.pop(request.ask.request_id, None)
+
     def _release(self, request: Request) -> None:
         self.pool.release(request.block_ids)
         request.block_ids.clear()
@@ -264,13 +312,16 @@ class Scheduler:
     @property
     def unprefilled_tokens(self) -> int:
         """Tokens to compute before every request is decoding; cached prefixes count in full."""
-        running = (len(r.token_ids) - r.num_computed for r in self.running.values())
-        return self._waiting_tokens + sum(left for left in running if left > 1)
+        left = (len(r.token_ids) - r.num_computed for r in self._prefilling.values())
+        return self._waiting_tokens + sum(left)
 
     @property
-    def context_tokens(self) -> int:
-        """Tokens whose KV running requests hold."""
-        return sum(request.num_computed for request in self.running.values())
+    def scheduled_tokens(self) -> int:
+        """Those of them that the step in flight computes."""
+        if not self._prefilling:
+            return 0
+        rows = (self._step.get(request) for request in self._prefilling.values())
+        return sum(len(row.token_ids) for row in rows if row is not None)
 
     def check(self) -> None:
         """Compare queues, states and blocks.
@@ -284,7 +335,17 @@ class Scheduler:
         for request in self.running.values():
             if request.state is not Unfinished.RUNNING:
                 raise InternalError(f"{request} runs and is {request.state}")
-        if self._waiting_tokens != sum(len(r.token_ids) for r in self.waiting.values()):
-            raise InternalError(f"{self._waiting_tokens} tokens wait, by a wrong count")
+        self._check_sums()
         holders = dict.fromkeys([*self.running.values(), *self._step])
         self.pool.check(request.block_ids for request in holders)
+
+    def _check_sums(self) -> None:
+        running, waiting = self.running.values(), self.waiting.values()
+        if self._waiting_tokens != sum(len(r.token_ids) for r in waiting):
+            raise InternalError(f"{self._waiting_tokens} tokens wait, by a wrong count")
+        if self.context_tokens != sum(r.num_computed for r in running):
+            raise InternalError(f"{self.context_tokens} tokens are cached, by a wrong count")
+        if self.generated_tokens != sum(r.num_outputs for r in (*running, *waiting)):
+            raise InternalError(f"{self.generated_tokens} tokens were made, by a wrong count")
+        if not self._prefilling.keys() <= self.running.keys():
+            raise InternalError(f"{list(self._prefilling)} prefill; {list(self.running)} run")

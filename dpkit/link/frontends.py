@@ -77,6 +77,7 @@ class Frontends:
     def connect(self, ports: Iterable[Send]) -> None:
         """Say how frontends are told, in the order of their indices."""
         self._ports = [Port(index, self._rank, send) for index, send in enumerate(ports)]
+        self._inbox.senders += (port.sender for port in self._ports)
 
     @property
     def is_deserted(self) -> bool:
@@ -103,6 +104,7 @@ class Frontends:
 
     def _add(self, port: Port, wire: WireRequest) -> None:
         request_id = wire.request_id
+        port.sender.sent += 1
         if any(request_id in each for each in self._ports):
             self._end(port, request_id, duplicate(request_id))
         elif self._is_stopping or wire.abort_immediately:

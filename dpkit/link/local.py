@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dpkit.nursery.inbox import Sender
+
 if TYPE_CHECKING:
     from dpkit.messages import EngineId, GenerateRequest
-    from dpkit.nursery.inbox import Deliver, Inbox
+    from dpkit.nursery.inbox import Deliver, Inbox, OnReport
 
 
 class LocalLink:
@@ -16,18 +18,24 @@ class LocalLink:
         engine: The incarnation at the other end.
         inbox: Its input.
         deliver: Where its outputs go: a client's `deliver`.
+        on_report: Where its reports go; None: nowhere.
     """
 
-    def __init__(self, engine: EngineId, inbox: Inbox, deliver: Deliver) -> None:
+    def __init__(
+        self, engine: EngineId, inbox: Inbox, deliver: Deliver, on_report: OnReport | None = None
+    ) -> None:
         self.engine = engine
         self._inbox = inbox
         self._deliver = deliver
+        self._sender = Sender(on_report)
+        inbox.senders.append(self._sender)
 
     def __repr__(self) -> str:
         return f"<LocalLink to {self.engine}>"
 
     def submit(self, request: GenerateRequest) -> None:
         """Hand a request over; it is seen at the engine's next drain."""
+        self._sender.sent += 1
         self._inbox.submit(request, self._deliver)
 
     def abort(self, request_id: str) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
+from dpkit.nursery.inbox import Sender
 from dpkit.wire.codec import ENGINE_DEAD, encode_envelope
 from dpkit.wire.convert import error_to_wire, output_to_wire
 from dpkit.wire.structs import Envelope, FinishCode, WireOutput
@@ -36,6 +39,7 @@ class Port:
         self.is_open = True
         """Whether there is somebody to tell; if not, what is said is dropped."""
         self._rank = rank
+        self.sender = Sender()
         self._send = send
         self._held: dict[str, WireRequest] = {}
         self._entries: list[WireOutput] = []
@@ -90,7 +94,12 @@ class Port:
             self._held.pop(entry.request_id, None)
 
     def flush(self, stats: SchedulerStats) -> None:
-        """Send what there is, and how the engine does: one envelope, never an empty one."""
+        """Send what there is, and how the engine does: one envelope, never an empty one.
+
+        The stats are changed: they are to tell this frontend of its own requests.
+        """
+        if stats.dpkit is not UNSET:
+            stats.dpkit.sent, stats.dpkit.acknowledged = self.sender.sent, self.sender.acknowledged
         entries, finished = self._entries, self._finished
         self._entries, self._finished = [], []
         self._tell(
@@ -116,6 +125,7 @@ class Port:
     def close(self) -> None:
         """Drop what is to be told, and all that is still said: nobody is there."""
         self.is_open = False
+        self.sender.sent = self.sender.acknowledged = 0  # whoever comes next counts anew
         self._held.clear()
         self._entries.clear()
         self._finished.clear()

@@ -7,12 +7,14 @@ with dpkit's engines and with vLLM's alike. Waits for nothing: whoever owns the 
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
 import trio
 from attrs import define
+from msgspec import UNSET
 
 from dpkit.errors import EngineLost, RequestRejected, WireError
 from dpkit.link.progress import Progress
@@ -28,6 +30,7 @@ from dpkit.wire.codec import (
     rank_identity,
 )
 from dpkit.wire.convert import output_from_wire, to_wire
+from dpkit.wire.reports import report_from_wire
 from dpkit.wire.structs import SchedulerStats, UtilityCall
 from dpkit.wire.zsocket import PeerGone
 
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dpkit.messages import EngineId, GenerateRequest
-    from dpkit.nursery.inbox import Deliver
+    from dpkit.nursery.inbox import Deliver, OnReport
     from dpkit.wire.structs import (
         EngineReport,
         Envelope,
@@ -107,6 +110,11 @@ class WireConnection:
         self._identity = rank_identity(rank)
         self._socket = socket
         self._limit = limit
+        self.links: list[ZmqLink] = []
+        # Whose request was sent when, for those that the engine has not yet reckoned with. None:
+        # it does not tell, as vLLM's do not.
+        self._unreckoned: deque[tuple[ZmqLink, int]] | None = deque()
+        self._reckoned = 0
         self._on_stats = on_stats
         self._on_gone = on_gone
         self._held: dict[str, Held] = {}
@@ -150,6 +158,8 @@ class WireConnection:
         except EngineLost as error:
             self._on_gone(error)
             raise
+        if self._unreckoned is not None:
+            self._unreckoned.append((link, link.sent))
         sampling = request.sampling
         asks_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         self._held[wire_id] = Held(request.request_id, asked, link, asks_logprobs)
@@ -237,6 +247,20 @@ class WireConnection:
             self._take_end(wire_id)
         if envelope.scheduler_stats is not None:
             self._on_stats(self.stats)
+            self._report()
+
+    def _report(self) -> None:
+        """Hand on how much work the engine says that it has."""
+        told, unreckoned = self.stats.dpkit, self._unreckoned
+        if told is UNSET or unreckoned is None:
+            self._unreckoned = None
+            return
+        while unreckoned and self._reckoned < told.acknowledged:
+            self._reckoned += 1
+            link, number = unreckoned.popleft()
+            link.acknowledged = number
+        for link in self.links:
+            link.report(self.stats, is_settled=not unreckoned)
 
     def _take_output(self, output: WireOutput, held: Held) -> None:
         told = output_from_wire(output, held.asked, request_id=held.request_id, engine=self.engine)
@@ -318,11 +342,20 @@ class ZmqLink:
     Args:
         connection: To the incarnation at the other end.
         deliver: Where the outputs go: a client's `deliver`.
+        on_report: Where the engine's reports go; None: nowhere.
     """
 
-    def __init__(self, connection: WireConnection, deliver: Deliver) -> None:
+    def __init__(
+        self, connection: WireConnection, deliver: Deliver, on_report: OnReport | None = None
+    ) -> None:
         self.engine = connection.engine
         self.deliver = deliver
+        self.sent = 0
+        """Requests handed over, refused ones included."""
+        self.acknowledged = 0
+        """The first so many of them are reckoned with in what the engine said last."""
+        self._on_report = on_report
+        connection.links.append(self)
         self._connection = connection
         self._wire_ids: dict[str, str] = {}
 
@@ -331,6 +364,7 @@ class ZmqLink:
 
     def submit(self, request: GenerateRequest) -> None:
         """Send a request."""
+        self.sent += 1
         if (wire_id := self._connection.submit(request, self)) is not None:
             self._wire_ids[request.request_id] = wire_id
 
@@ -340,6 +374,15 @@ class ZmqLink:
             self._connection.abort(wire_id)
 
     # The other half of the connection.
+
+    def report(self, stats: SchedulerStats, *, is_settled: bool) -> None:
+        """Take the engine's word on its work; settled: it knows of all that was sent to it."""
+        if self._on_report is None:
+            return
+        acknowledged = self.sent if is_settled else self.acknowledged
+        report = report_from_wire(stats, sent=self.sent, acknowledged=acknowledged)
+        if report is not None:
+            self._on_report(self.engine, report)
 
     def forget(self, request_id: str) -> None:
         """A request has its last output, or is about to have it."""

@@ -15,9 +15,9 @@ import trio
 
 from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, describe, reason
 from dpkit.link.local import LocalLink
-from dpkit.messages import EngineOutput, EngineStats, StepReport
+from dpkit.messages import EngineOutput, EngineStats, StepWork
 from dpkit.names import FinishReason
-from dpkit.nursery.inbox import duplicate
+from dpkit.nursery.inbox import NOBODY, duplicate
 from dpkit.nursery.runner import Patience, open_runner
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from dpkit.engine.core import EngineCore, EngineCoreStatistics
     from dpkit.engine.limits import EngineLimits
     from dpkit.engine.publish import PublishGate
-    from dpkit.messages import Batch, EngineId, GenerateRequest, StepResult
-    from dpkit.nursery.inbox import Deliver, Inbox
+    from dpkit.messages import Batch, EngineId, GenerateRequest, StepReport, StepResult
+    from dpkit.nursery.inbox import Deliver, Inbox, OnReport, Sender
     from dpkit.nursery.lockstep import Lockstep
     from dpkit.nursery.runner import Runner
 
@@ -88,7 +88,9 @@ class BusyLoop:
         self._deliver: dict[str, Deliver] = {}
         self._seq = 0
         self._steps = 0
+        self._has_drained = False
         self._step_time_s = 0.0
+        self._last_step = StepWork()
         self._was_halved = False  # the last step, and the next one is the second try
         self._models_error: Exception | None = None
 
@@ -146,13 +148,18 @@ class BusyLoop:
             in_wave = lockstep is not None and lockstep.look(self.core.has_requests())
             self._publish_if_changed()  # a long step must not hide what arrived before it
             self._flush(aborted)
-            if (batch := self.core.schedule()) is not None:
+            batch = self.core.schedule()
+            if self._has_drained or (batch is not None and self.core.work.prefill_tokens):
+                self._report()  # what the step leaves undone is known by now
+            if batch is not None:
                 if (result := await self._execute(runner, batch)) is None:
                     continue
                 self._steps += 1
+                self._last_step = self.core.work
                 self._send(self.core.apply(batch, result))
                 self._publish_if_changed()
                 self._flush(())
+                self._report()
             elif self.core.has_requests():
                 raise InternalError(
                     f"engine {self.engine} has requests it can neither run nor refuse",
@@ -208,6 +215,7 @@ class BusyLoop:
 
     def _drain(self) -> Sequence[str]:
         drained = self.inbox.drain()
+        self._has_drained = bool(drained.aborts or drained.requests)
         self.core.abort(drained.aborts)
         for request_id in drained.aborts:
             self._deliver.pop(request_id, None)
@@ -280,9 +288,9 @@ class BusyLoop:
         """What the engine may hold and do at once."""
         return self.core.limits
 
-    def link(self, deliver: Deliver) -> LocalLink:
+    def link(self, deliver: Deliver, on_report: OnReport | None = None) -> LocalLink:
         """A link to this life for one client."""
-        return LocalLink(self.engine, self.inbox, deliver)
+        return LocalLink(self.engine, self.inbox, deliver, on_report)
 
     def close(self) -> None:
         """Take nothing new, and end when what is there is finished."""
@@ -331,13 +339,17 @@ class BusyLoop:
         """What its counts are told with: the wave and the step of its group, or its own steps."""
         return (0, self._steps) if self.lockstep is None else self.lockstep.stamp
 
-    def report(self) -> StepReport:
+    def report(self, sender: Sender = NOBODY) -> StepReport:
         """How much work this engine's requests are, and how long its last step took."""
-        return StepReport(
-            step_time_s=self._step_time_s,
-            unprefilled_tokens=self.core.get_unprefilled_tokens(),
-            context_tokens=self.core.get_context_tokens(),
+        return self.core.report(
+            self._step_time_s, self._last_step, sent=sender.sent, acknowledged=sender.acknowledged
         )
+
+    def _report(self) -> None:
+        """Tell each client that wants to know, with its own counts."""
+        for sender in self.inbox.senders:
+            if sender.on_report is not None:
+                sender.on_report(self.engine, self.report(sender))
 
     def _publish_if_changed(self) -> None:
         if self._publish is None:

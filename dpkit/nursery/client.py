@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Unpack
 from attrs import frozen
 
 from dpkit.errors import RequestRejected
-from dpkit.names import Cause
+from dpkit.names import Binding, Cause
 from dpkit.nursery.requests import RequestMaker
 from dpkit.nursery.stream import OutputStream
 from dpkit.nursery.submission import Submission, check_sink
@@ -44,6 +44,8 @@ class ClientStatistics:
     """Requests that wait for a place, now."""
     requests: tuple[RequestStatistics, ...]
     """Each of those, oldest first."""
+    binding: Binding
+    """Whether they get an engine when they come, or when it can begin them."""
     admission: AdmissionStatistics
     """The queue: who waits, by tenant; how many were refused."""
     started: int
@@ -248,7 +250,8 @@ class Client:
             inflight=self._ledger.statistics().by_engine,
             queued=flights.queued,
             requests=flights.statistics(),
-            admission=flights.admission(),
+            binding=flights.line.binding,
+            admission=flights.line.statistics(),
             started=flights.started,
             causes=dict(flights.causes),
             retried=flights.retried,

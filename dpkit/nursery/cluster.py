@@ -52,8 +52,8 @@ from dpkit.nursery.slot import EngineStanding
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from dpkit.abc import Policy
     from dpkit.balancer.coordinator import CoordinatorStatistics
+    from dpkit.balancer.dispatch import EarlyDispatch
     from dpkit.balancer.health import HealthStatistics
     from dpkit.messages import Snapshot
     from dpkit.nursery.build import Models
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from dpkit.nursery.reload import Plan
     from dpkit.nursery.services import Services
     from dpkit.nursery.slot import EngineSlot, EngineStatistics
+
+    Dispatches = Sequence[EarlyDispatch | None]
 
 _log = logging.getLogger(__name__)
 
@@ -241,14 +243,14 @@ class Cluster:
                 return plan
             models = await load_models(config)
             builder = self._make_builder(config, models)
-            policies = self._new_policies(config, builder)
+            dispatches = self._new_dispatches(config, builder)
             try:
                 change = await prepare(self._roster, builder, config, self._launchers.wait_loaded)
             except BaseException:
                 self._launchers.keep(self.config.engines)
                 raise
             try:
-                self._switch(config, builder, policies)
+                self._switch(config, builder, dispatches)
             except BaseException:
                 self._roster.dismiss(change.arriving)
                 raise
@@ -269,19 +271,21 @@ class Cluster:
             on_waves=self._coordinator.note_waves,
         )
 
-    def _new_policies(self, config: Config, builder: Builder) -> list[Policy | None]:
-        """Make the policy of each client; None: it keeps the one it has."""
-        if config.balancer.policy == self.config.balancer.policy:
+    def _new_dispatches(self, config: Config, builder: Builder) -> Dispatches:
+        """Make the dispatch of each client; None: it keeps the one it has."""
+        old, new = self.config.balancer, config.balancer
+        if old.policy == new.policy and old.bound is new.bound:
             return [None] * len(self._flights)
-        return [builder.policy(index) for index in range(len(self._flights))]
+        late, each = builder.binding(len(self._flights)), enumerate(self._flights)
+        return [flights.rebound(builder.policy(index), late) for index, flights in each]
 
-    def _switch(self, config: Config, builder: Builder, policies: Sequence[Policy | None]) -> None:
+    def _switch(self, config: Config, builder: Builder, dispatches: Dispatches) -> None:
         self.config, self._builder = config, builder
         self._rules.interval = config.coordinator.interval
         self._membership.use(config.balancer)
         self._roster.use(config, builder)
-        for flights, policy in zip(self._flights, policies, strict=True):
-            flights.use(builder.limits(), policy)
+        for each, dispatch in zip(self._flights, dispatches, strict=True):
+            each.use(builder.limits(), dispatch)
 
     # The other half of `open_cluster`.
 

@@ -108,6 +108,8 @@ class Flight:
     answered: bool = False
     """Whether the engine that has it now has given a token."""
     retries: int = 0
+    prospect: object = None
+    """What the policy wants to know of it while it waits, made when it is first wanted."""
     admitted_at: float = field(factory=trio.current_time)
 
     @property
@@ -132,7 +134,7 @@ class Flight:
         deadline = math.inf if self.request.deadline is None else self.request.deadline
         return deadline if self.placement is not None else min(deadline, self.times_out_at)
 
-    def entry(self) -> Entry:
+    def entry(self, age: float = 0.0) -> Entry:
         """The request as the queue sees it."""
         request = self.request
         return Entry(
@@ -140,6 +142,7 @@ class Flight:
             priority=request.priority,
             tenant=request.tenant,
             tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
+            age=age,
         )
 
     def may_go_elsewhere(self, *, resume: bool) -> bool:
@@ -158,7 +161,7 @@ class Flight:
         self.times_out_at = times_out_at
         if not self.delivered:
             return
-        asked = self.receiver.request
+        asked, self.prospect = self.receiver.request, None
         self.request = evolve(
             asked,
             output_token_ids=asked.output_token_ids + tuple(self.delivered),

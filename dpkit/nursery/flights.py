@@ -3,7 +3,7 @@
 One synchronous state machine: queued, placed, ended. Whatever happens (an output, a lost engine, a
 reader that leaves, a deadline, a drain) is one call that changes all the books at once and returns;
 the only thing a request ever waits for is its place, in its own task. Knows engines only as links,
-and nothing of prompts or text.
+and nothing of prompts or text. Who waits, and who goes next, is `dpkit.nursery.line`'s.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.balancer.admission import AdmissionQueue
+from dpkit.balancer.late import make_dispatch
 from dpkit.balancer.retries import RetryBudget
 from dpkit.errors import ClusterClosed, EngineLost, describe
-from dpkit.names import Cause, FinishReason
+from dpkit.names import Binding, Cause, FinishReason
 from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.flight import Flight, cause_of, lateness, not_retried, refusal
 from dpkit.nursery.inbox import duplicate
+from dpkit.nursery.line import Line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dpkit.abc import EngineLink, Policy
-    from dpkit.balancer.admission import AdmissionStatistics
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
     from dpkit.errors import DpkitError
-    from dpkit.messages import EngineId, EngineOutput, Snapshot
+    from dpkit.messages import EngineId, EngineOutput, Room, Snapshot, StepReport
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flight import Limits, Receiver, RequestStatistics
     from dpkit.nursery.membership import Membership
@@ -50,14 +50,15 @@ class Flights:
         """Requests on engines, now."""
         self.started = self.retried = self.resumed = self.late_outputs = self.sinks_failed = 0
         self.retries = RetryBudget()
+        self.line = Line(dispatch, limits)
+        """Who waits for a place."""
         self._dispatch = dispatch
         self._limits = limits
         self._membership = membership
         self._events = events
         self._links: dict[EngineId, EngineLink] = {}
+        self._rooms: dict[EngineId, Room] = {}
         self._flights: dict[str, Flight] = {}
-        self._queue = AdmissionQueue(limits.max_queued, patience=limits.queue_timeout)
-        self._away: dict[str, dict[str, Flight]] = {}  # pinned to engines that are not here now
         self._alarms = Alarms()
         self._refusal: type[DpkitError] | None = None
         self._filling = False
@@ -71,12 +72,22 @@ class Flights:
         """Requests that wait for a place."""
         return len(self._flights) - self.placed
 
-    def use(self, limits: Limits, policy: Policy | None) -> None:
-        """Go on with new limits, and a new policy if there is one; nobody under way notices."""
+    def use(self, limits: Limits, dispatch: EarlyDispatch | None) -> None:
+        """Go on with new limits, and perhaps another dispatch; nobody under way notices."""
         self._limits = limits
-        self._queue.max_queued = limits.max_queued
-        if policy is not None:
-            self._dispatch.use(policy)
+        if dispatch is not None:
+            self._dispatch = dispatch
+            dispatch.take_over()
+        self.line.use(self._dispatch, limits)
+        self.fill()
+
+    def rebound(self, policy: Policy, binding: Binding) -> EarlyDispatch:
+        """A dispatch of the same books, for `use`.
+
+        Raises:
+            ConfigError: the policy cannot bind so.
+        """
+        return make_dispatch(*self._dispatch.books, policy, binding)
 
     def placed_on(self, engine: EngineId) -> Iterator[str]:
         """Ids of the requests that one life of an engine has."""
@@ -84,23 +95,22 @@ class Flights:
             if flight.engine == engine:
                 yield request_id
 
-    def admission(self) -> AdmissionStatistics:
-        """The queue, now and since the start."""
-        return self._queue.statistics()
-
     def statistics(self) -> tuple[RequestStatistics, ...]:
         """Every request under way, oldest first."""
         return tuple(flight.statistics() for flight in self._flights.values())
 
     # Engines come and go.
 
-    def connect(self, link: EngineLink) -> None:
-        """Make a life of an engine reachable."""
+    def connect(self, link: EngineLink, room: Room | None = None) -> None:
+        """Make a life of an engine reachable, which holds and does so much, if that is known."""
         self._links[link.engine] = link
+        if room is not None:
+            self._rooms[link.engine] = room
 
     def disconnect(self, engine: EngineId) -> None:
         """Forget a life of an engine; its requests have been told."""
         self._links.pop(engine, None)
+        self._rooms.pop(engine, None)
 
     def expect(self, name: str) -> None:
         """Let requests wait that are pinned to an engine that will come."""
@@ -109,15 +119,13 @@ class Flights:
     def dismiss(self, name: str) -> None:
         """Refuse requests that are pinned to an engine that will not come back."""
         self._dispatch.forget(name)
-        for flight in self._away.pop(name, {}).values():
-            self._enqueue(flight, front=True)
+        self.line.recall(name)
         self.fill()
 
     def offer(self, engine: EngineId, rank: int) -> None:
         """Let the policy pick an engine; `fill` when all clients know."""
-        self._dispatch.add(engine, rank)
-        for flight in self._away.pop(engine.name, {}).values():
-            self._enqueue(flight, front=True)
+        self._dispatch.add(engine, rank, self._rooms.get(engine))
+        self.line.recall(engine.name)
 
     def withdraw(self, engine: EngineId) -> None:
         """Let the policy pick an engine no more; what it holds is not touched."""
@@ -126,6 +134,13 @@ class Flights:
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Take the coordinator's newest snapshot."""
         self._dispatch.on_snapshot(snapshot)
+
+    @trio.lowlevel.enable_ki_protection
+    def on_report(self, engine: EngineId, report: StepReport) -> None:
+        """Take an engine's own word: it may have room now. Called by links, on Trio's thread."""
+        self._dispatch.on_report(engine, report)
+        if self.line:
+            self.fill()
 
     # A request's life.
 
@@ -145,15 +160,12 @@ class Flights:
             raise duplicate(request.request_id)
         times_out_at = trio.current_time() + self._limits.queue_timeout
         flight = Flight(receiver, request, self._limits.retries, times_out_at)
-        at_once = not self._queue and self._has_room() and self._dispatch.has_room(request.engine)
-        if not at_once:
-            self._enqueue(flight)
+        index = self.line.admit(flight) if self._has_room else None
+        if index is None:
+            self.line.put(flight)
         self._flights[request.request_id] = flight
         self.started += 1
-        if at_once:
-            self._send(flight)
-        else:
-            self.fill()
+        self.fill() if index is None else self._send(flight, index)
         self._set_alarm(flight)
 
     @trio.lowlevel.enable_ki_protection
@@ -168,6 +180,8 @@ class Flights:
         if output.token_ids and not flight.answered:
             flight.answered = True
             flight.receiver.on_answered()
+            if flight.placement is not None:
+                self._dispatch.on_answered(flight.placement)
             self._membership.on_success(engine)
         receiver = flight.receiver
         receiver.delivered += output.token_ids
@@ -248,7 +262,7 @@ class Flights:
         self.fill()
 
     def _expire(self, flight: Flight, now: float) -> None:
-        if (late := lateness(flight, now, self._limits, self._queue.retry_after(now))) is not None:
+        if (late := lateness(flight, now, self._limits, self.line.retry_after(now))) is not None:
             self._fail(flight, FinishReason.ERROR, *late)
 
     def _set_alarm(self, flight: Flight) -> None:
@@ -258,47 +272,33 @@ class Flights:
 
     # Places.
 
-    def _enqueue(self, flight: Flight, *, front: bool = False) -> None:
-        entry = flight.entry()
-        if front:
-            flight.ticket = self._queue.put_front(entry)
-        else:
-            away = self.queued - len(self._queue)
-            flight.ticket = self._queue.put(entry, trio.current_time(), beside=away)
-
     def fill(self) -> None:
         """Place whoever is next in line, for as long as there is room."""
         if self._filling:
             return  # called back from within: the loop goes on below
         self._filling = True
         try:
-            while self._queue and self._has_room():
-                self._fill_one(self._queue.pop(trio.current_time()).request_id)
+            while self.line and self._has_room and (found := self.line.next()) is not None:
+                self._send(*found)
         finally:
             self._filling = False
 
-    def _fill_one(self, request_id: str) -> None:
-        flight = self._flights[request_id]
-        flight.ticket = None
-        pin = flight.request.engine
-        if self._dispatch.has_room(pin):
-            self._send(flight)
-        else:  # it must not keep others waiting that may go anywhere
-            self._away.setdefault(str(pin), {})[request_id] = flight
-
+    @property
     def _has_room(self) -> bool:
         bound = self._limits.max_inflight
-        return self._dispatch.has_room() and (bound is None or self.placed < bound)
+        return bound is None or self.placed < bound
 
-    def _send(self, flight: Flight) -> None:
+    def _send(self, flight: Flight, index: int) -> None:
         """Place a request now, unless it is too late: it must not waste a step."""
         now, deadline = trio.current_time(), flight.request.deadline
         if deadline is not None and now >= deadline:
+            self.line.look_again()
             self._expire(flight, now)
             return
         try:
-            placement = self._dispatch.place(flight.request)
+            placement = self._dispatch.place(flight.request, index)
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
+            self.line.look_again()
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
             return
         request_id, engine = flight.request.request_id, placement.engine
@@ -337,7 +337,7 @@ class Flights:
         self.resumed += bool(flight.delivered)
         self.retried += not flight.delivered
         self._events.emit(kind, request_id=flight.request.request_id)
-        self._enqueue(flight, front=True)
+        self.line.put(flight, front=True)
         self.fill()
         self._set_alarm(flight)
         return True
@@ -371,23 +371,17 @@ class Flights:
             self._stop(flight, reason, cause)
             flight.receiver.fail(reason, error)
 
-    def _leave_engine(self, flight: Flight) -> None:
+    def _leave_engine(self, flight: Flight, *, finished: bool = False) -> None:
         if flight.placement is not None:
             placement, flight.placement, flight.engine = flight.placement, None, None
             self.placed -= 1
-            self._dispatch.release(placement)
-
-    def _leave_queue(self, flight: Flight) -> None:
-        if flight.ticket is not None:
-            self._queue.withdraw(flight.ticket)
-        elif self._away and (away := self._away.get(str(flight.request.engine))):
-            away.pop(flight.request.request_id, None)
+            self._dispatch.release(placement, flight.delivered, finished=finished)
 
     def _conclude(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
         """The one terminal event of a request."""
         request_id, engine = flight.request.request_id, flight.engine
-        self._leave_engine(flight)
-        self._leave_queue(flight)
+        self._leave_engine(flight, finished=cause in {Cause.STOP, Cause.LENGTH})
+        self.line.leave(flight)
         del self._flights[request_id]
         self._alarms.discard(request_id)
         self.retries.ended(trio.current_time())

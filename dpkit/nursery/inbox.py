@@ -9,16 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import trio
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from dpkit.errors import EngineLost, RequestRejected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from dpkit.messages import EngineId, EngineOutput, GenerateRequest
+    from dpkit.messages import EngineId, EngineOutput, GenerateRequest, StepReport
 
     Deliver = Callable[[EngineId, EngineOutput], None]
+    OnReport = Callable[[EngineId, StepReport], None]
 
 
 def duplicate(request_id: str) -> RequestRejected:
@@ -37,6 +38,22 @@ class Drained:
     requests: tuple[tuple[GenerateRequest, Deliver], ...] = field(repr=False)
 
 
+@define(eq=False)
+class Sender:
+    """Who hands requests to one inbox, and how many: a client's link, or a frontend's port."""
+
+    on_report: OnReport | None = None
+    """Told how much work the engine has, after each drain and each step."""
+    sent: int = 0
+    """Requests handed over, refused ones included."""
+    acknowledged: int = 0
+    """How many of them had been handed over by the last drain."""
+
+
+NOBODY = Sender()
+"""Of a report that is nobody's own."""
+
+
 class Inbox:
     """Synchronous on the sending side, so that no clean-up path needs an ``await``."""
 
@@ -45,6 +62,7 @@ class Inbox:
         self._aborts: dict[str, None] = {}
         self._wake = trio.Event()
         self.closed = False
+        self.senders: list[Sender] = []
 
     def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
         """Queue a request; its outputs go to `deliver`, synchronously, on Trio's thread.
@@ -104,6 +122,8 @@ class Inbox:
         drained = Drained(aborts=tuple(self._aborts), requests=tuple(self._requests.values()))
         self._aborts.clear()
         self._requests.clear()
+        for sender in self.senders:
+            sender.acknowledged = sender.sent
         if not self.closed:
             self._wake = trio.Event()
         return drained

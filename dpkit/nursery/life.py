@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dpkit.engine.core import EngineCoreStatistics
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId, StepReport
-    from dpkit.nursery.inbox import Deliver
+    from dpkit.nursery.inbox import Deliver, OnReport
 
     MakeLife = Callable[[EngineId, int, Callable[[Exception], None]], "Life"]
 
@@ -71,8 +71,12 @@ class Life(Protocol):
         What ends it earlier comes out, after every request of it has been told.
         """
 
-    def link(self, deliver: Deliver) -> EngineLink:
-        """A link to it for one client, whose `deliver` gets the outputs."""
+    def link(self, deliver: Deliver, on_report: OnReport | None = None) -> EngineLink:
+        """A link to it for one client, whose `deliver` gets the outputs.
+
+        Its `on_report` hears how much work the engine has, after each drain and each step, with the
+        counts of what came by this link. An engine that does not tell is not heard.
+        """
 
     def close(self) -> None:
         """Take nothing new, and end when what is there is finished; idempotent."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dpkit.abc import EngineLink
     from dpkit.balancer.coordinator import CoordinatorRules
     from dpkit.balancer.health import Ejection, Health, HealthStatistics
-    from dpkit.messages import EngineId
+    from dpkit.messages import EngineId, Room
     from dpkit.nursery.flights import Flights
 
     MakeLink = Callable[[Flights], EngineLink]
@@ -80,10 +80,15 @@ class Membership:
         for flights in self._clients:
             flights.dismiss(name)
 
-    def join(self, engine: EngineId, rank: int, make_link: MakeLink) -> None:
-        """A life of an engine serves from now on; `make_link` links a client to it."""
+    def join(
+        self, engine: EngineId, rank: int, make_link: MakeLink, room: Room | None = None
+    ) -> None:
+        """A life of an engine serves from now on; `make_link` links a client to it.
+
+        `room` is what it can hold and do at once, if that is known.
+        """
         for flights in self._clients:
-            flights.connect(make_link(flights))
+            flights.connect(make_link(flights), room)
         now = trio.current_time()
         self._ranks[engine] = rank
         if self._rules is not None:

@@ -15,7 +15,7 @@ import trio
 from attrs import frozen
 
 from dpkit.errors import EngineLost, LaunchFailed, describe
-from dpkit.messages import EngineId
+from dpkit.messages import EngineId, Room
 from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
 
@@ -303,9 +303,16 @@ class EngineSlot:
         life = self.life
 
         def make_link(flights: Flights) -> EngineLink:
-            return life.link(flights.deliver)
+            return life.link(flights.deliver, flights.on_report)
 
-        self._membership.join(life.engine, self.rank, make_link)
+        limits = life.limits
+        room = Room(
+            tokens_per_step=limits.max_num_batched_tokens,
+            requests=limits.max_num_seqs,
+            kv_tokens=limits.kv_tokens,
+            has_prefix_cache=limits.prefix_cache,
+        )
+        self._membership.join(life.engine, self.rank, make_link, room)
 
     def _note_finish(self) -> None:
         if self._retired.is_set() and (self.life.cause or self.life.ended.is_set()):

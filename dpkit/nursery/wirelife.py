@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dpkit.engine.limits import EngineLimits
     from dpkit.engine.publish import PublishGate
     from dpkit.messages import EngineId, EngineStats, StepReport
-    from dpkit.nursery.inbox import Deliver
+    from dpkit.nursery.inbox import Deliver, OnReport
     from dpkit.wire.zsocket import ZSocket
 
 
@@ -239,10 +239,10 @@ class WireLife(abc.ABC):
 
     # What is known of it.
 
-    def link(self, deliver: Deliver) -> ZmqLink:
+    def link(self, deliver: Deliver, on_report: OnReport | None = None) -> ZmqLink:
         """A link to this life for one client."""
         assert self._connection is not None, "an engine is linked when it is ready"  # noqa: S101
-        return ZmqLink(self._connection, deliver)
+        return ZmqLink(self._connection, deliver, on_report)
 
     def statistics(self) -> EngineCoreStatistics:
         """What the engine has done since its birth, by its newest word."""

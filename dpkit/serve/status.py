@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 
 from dpkit import __version__
 from dpkit.messages import EngineId
@@ -60,6 +61,8 @@ def plain(value: Any) -> Any:
     if attrs.has(type(value)):
         names = (field.name for field in attrs.fields(type(value)))
         return {name: plain(getattr(value, name)) for name in names}
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, EngineId):
         return str(value)
     if isinstance(value, Mapping):

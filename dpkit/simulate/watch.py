@@ -94,7 +94,7 @@ def _has_room(core: EngineCore) -> bool:
         not waiting
         and running < core.limits.max_num_seqs
         and core.get_kv_cache_usage() < _NEARLY_FULL
-        and not core.get_unprefilled_tokens()
+        and not core.report(0.0, core.work).unprefilled_tokens
     )
 
 

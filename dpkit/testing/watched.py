@@ -74,3 +74,8 @@ class WatchedPolicy(Policy):
         """Watch a snapshot."""
         with self._watching("on_snapshot"):
             self._policy.on_snapshot(view)
+
+    def on_report(self, index: int, view: LoadView) -> None:
+        """Watch a report."""
+        with self._watching("on_report"):
+            self._policy.on_report(index, view)

@@ -12,29 +12,41 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from dpkit.engine.core import EngineCoreStatistics
-from dpkit.messages import EngineStats, StepReport
+from dpkit.messages import EngineStats, StepReport, StepWork
 from dpkit.wire.structs import VLLM_VERSION, EngineReport, ReadyResponse, SchedulerStats
 
 if TYPE_CHECKING:
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId
 
-_COUNTS = EngineReport.__struct_fields__[3:]  # those that `EngineCoreStatistics` has too
+_COUNTS = EngineReport.__struct_fields__[3:15]  # those that `EngineCoreStatistics` has too
 _counts = attrgetter(*_COUNTS)
+# What a `StepReport` has stands before them, and, as far as it came later, behind them.
+_begin = attrgetter("step_time_s", "unprefilled_tokens", "context_tokens")
+_end = attrgetter(
+    "scheduled_tokens",
+    "generated_tokens",
+    "kv_tokens_used",
+    "kv_tokens",
+    "last_step.decodes",
+    "last_step.prefill_tokens",
+    "last_step.decode_context",
+    "last_step.prefill_context",
+    "sent",
+    "acknowledged",
+)
 
 
 def stats_to_wire(stats: EngineStats, core: EngineCoreStatistics) -> SchedulerStats:
     """Write an engine's load, and what it has done since its birth."""
-    report = stats.report or StepReport(step_time_s=0.0, unprefilled_tokens=0, context_tokens=0)
+    report = stats.report or StepReport()
     return SchedulerStats(
         num_running_reqs=stats.running,
         num_waiting_reqs=stats.waiting,
         step_counter=stats.step_counter,
         current_wave=stats.current_wave,
         kv_cache_usage=stats.kv_cache_usage,
-        dpkit=EngineReport(
-            report.step_time_s, report.unprefilled_tokens, report.context_tokens, *_counts(core)
-        ),
+        dpkit=EngineReport(*_begin(report), *_counts(core), *_end(report)),
     )
 
 
@@ -47,7 +59,6 @@ def stats_from_wire(wire: SchedulerStats, *, engine: EngineId, index: int, seq: 
         index: Its rank.
         seq: How many came before: the wire keeps their order and has no number of its own.
     """
-    told = wire.dpkit
     return EngineStats(
         engine=engine,
         index=index,
@@ -57,13 +68,42 @@ def stats_from_wire(wire: SchedulerStats, *, engine: EngineId, index: int, seq: 
         kv_cache_usage=wire.kv_cache_usage,
         current_wave=wire.current_wave,
         step_counter=wire.step_counter,
-        report=None
-        if told is UNSET
-        else StepReport(
-            step_time_s=told.step_time_s,
-            unprefilled_tokens=told.unprefilled_tokens,
-            context_tokens=told.context_tokens,
+        report=report_from_wire(wire),
+    )
+
+
+def report_from_wire(
+    wire: SchedulerStats, *, sent: int | None = None, acknowledged: int | None = None
+) -> StepReport | None:
+    """Read how much work an engine has; None: another's does not tell.
+
+    Args:
+        wire: Of the engine.
+        sent: Requests of one client; None: those of the frontend, as they were told.
+        acknowledged: Likewise.
+    """
+    if (told := wire.dpkit) is UNSET:
+        return None
+    return StepReport(
+        step_time_s=told.step_time_s,
+        unprefilled_tokens=told.unprefilled_tokens,
+        scheduled_tokens=told.scheduled_tokens,
+        context_tokens=told.context_tokens,
+        requests=wire.num_running_reqs + wire.num_waiting_reqs,
+        waiting=wire.num_waiting_reqs,
+        generated_tokens=told.generated_tokens,
+        kv_tokens_used=told.kv_tokens_used,
+        kv_tokens=told.kv_tokens,
+        preemptions=told.preemptions,
+        steps=told.steps,
+        last_step=StepWork(
+            decodes=told.decodes,
+            prefill_tokens=told.prefill_tokens,
+            decode_context=told.decode_context,
+            prefill_context=told.prefill_context,
         ),
+        sent=told.sent if sent is None else sent,
+        acknowledged=told.acknowledged if acknowledged is None else acknowledged,
     )
 
 

@@ -21,6 +21,7 @@ from dpkit.wire.tensors import Tensor  # noqa: TC001 - decoders read the annotat
 TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...]
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
+Amount = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -267,6 +268,16 @@ class EngineReport(Struct, array_like=True):
     preemptions: Count = 0
     prefix_hit_tokens: Count = 0
     steps_halved: Count = 0
+    scheduled_tokens: Count = 0  # the load again, since what is added stands behind all else
+    generated_tokens: Count = 0
+    kv_tokens_used: Count = 0
+    kv_tokens: Count = 0
+    decodes: Count = 0  # from here: what the last step computed
+    prefill_tokens: Count = 0
+    decode_context: Count = 0
+    prefill_context: Amount = 0.0
+    sent: Count = 0  # requests of this frontend that have come
+    acknowledged: Count = 0  # those of them that the numbers reckon with
 
 
 class SchedulerStats(Struct, kw_only=True):

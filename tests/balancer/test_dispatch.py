@@ -13,7 +13,7 @@ from dpkit.abc import LoadView, Policy
 from dpkit.balancer.dispatch import HELD, PINNED, expected_tokens
 from dpkit.balancer.policies import load_policy
 from dpkit.errors import DpkitError, NoEngineReady, RequestRejected
-from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot
+from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot, StepReport
 from dpkit.names import PolicyName
 
 if TYPE_CHECKING:
@@ -276,6 +276,9 @@ class Broken(Scripted):
     def on_snapshot(self, view: LoadView) -> None:
         raise ZeroDivisionError("news")
 
+    def on_report(self, index: int, view: LoadView) -> None:
+        raise ZeroDivisionError("words")
+
 
 def test_a_policy_that_fails_when_told_something_keeps_no_books_open(
     make_client: MakeClient, caplog: pytest.LogCaptureFixture
@@ -288,5 +291,45 @@ def test_a_policy_that_fails_when_told_something_keeps_no_books_open(
     assert client.dispatch.remove(EngineId("e1"))
     assert client.ledger.audit() == ()
     assert list(client.view.running) == [1]
-    for hook in ("on_release", "on_snapshot", "on_engines"):
+    client.dispatch.on_report(EngineId("e0"), StepReport())
+    for hook in ("on_release", "on_snapshot", "on_engines", "on_report"):
         assert f"failed in {hook}(); its picks may be off" in caplog.text
+
+
+class Hearing(Scripted):
+    """Notes of which engines it hears."""
+
+    def __init__(self, *picks: int) -> None:
+        super().__init__(*picks)
+        self.words: list[tuple[int, StepReport | None]] = []
+
+    def on_report(self, index: int, view: LoadView) -> None:
+        self.words.append((index, view.load(index).report))
+
+
+def test_an_engines_own_word_reaches_the_policy_that_wants_it(make_client: MakeClient) -> None:
+    policy = Hearing(0)
+    client = make_client(2, policy)
+    client.view.changes.clear()
+    report = StepReport(unprefilled_tokens=7)
+    client.dispatch.on_report(EngineId("e1"), report)
+    assert policy.words == [(1, report)]
+    assert client.view.changes == {1}
+    client.dispatch.on_report(EngineId("e1", epoch=1), report)
+    client.dispatch.on_report(EngineId("stranger"), report)
+    assert len(policy.words) == 1, "only lives in the view count"
+    client.replace(1)
+    assert client.view.load(1).report is None
+
+
+def test_who_makes_nothing_of_reports_has_nothing_to_renew(make_client: MakeClient) -> None:
+    client = make_client(2, "kv_pressure")
+    client.view.changes.clear()
+    report = StepReport(unprefilled_tokens=7)
+    client.dispatch.on_report(EngineId("e1"), report)
+    assert client.view.load(1).report is report
+    assert not client.view.changes
+    policy = Hearing(0)
+    client.dispatch.use(policy)
+    client.dispatch.on_report(EngineId("e0"), report)
+    assert policy.words == [(0, report)]

@@ -230,7 +230,7 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class() -> None:
             "kv_presure",
             (
                 "there is no policy 'kv_presure': the built-in ones are kv_pressure, inflight, "
-                "queue_weighted, least_tokens, power_of_two, round_robin, random; "
+                "queue_weighted, least_tokens, power_of_two, round_robin, random, expected_ttft; "
                 "one of your own is named 'pkg.mod:Class'; "
                 "did you mean 'kv_pressure'?"
             ),
@@ -239,7 +239,7 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class() -> None:
             "zzz",
             (
                 "there is no policy 'zzz': the built-in ones are kv_pressure, inflight, "
-                "queue_weighted, least_tokens, power_of_two, round_robin, random; "
+                "queue_weighted, least_tokens, power_of_two, round_robin, random, expected_ttft; "
                 "one of your own is named 'pkg.mod:Class'"
             ),
         ),

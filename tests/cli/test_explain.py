@@ -108,6 +108,18 @@ def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explai
 
 
 @pytest.mark.parametrize(
+    ("policy", "bound"),
+    [
+        ("inflight", "gets its engine the moment it comes. By policy inflight"),
+        ("expected_ttft", "gets its engine when that could begin it with the next step"),
+    ],
+)
+def test_words_tell_when_requests_are_bound(explain: Explain, policy: str, bound: str) -> None:
+    out = " ".join(explain(EXAMPLE, "--set", f"balancer.policy={policy}").split())
+    assert bound in out
+
+
+@pytest.mark.parametrize(
     ("flag", "said"),
     [
         (

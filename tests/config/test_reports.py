@@ -68,7 +68,7 @@ def test_L05_strictness_holds_inside_a_policys_own_table() -> None:
     (problem,) = _problems(f"{MINIMAL}[balancer.kv_pressure]\nweight = 3\n")
     assert problem == (
         "f:3:1: balancer.kv_pressure: unknown key; "
-        "known here: policy, eject_after, eject_for, eject_max, eject_max_share"
+        "known here: policy, binding, eject_after, eject_for, eject_max, eject_max_share"
     )
 
 

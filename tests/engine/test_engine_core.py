@@ -389,6 +389,37 @@ def test_the_integrity_check_finds_a_wrong_count_of_waiting_tokens(
         core.check()
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        ("context_tokens", "5 tokens are cached, by a wrong count"),
+        ("generated_tokens", "2 tokens were made, by a wrong count"),
+    ],
+)
+def test_the_integrity_check_finds_a_wrong_count_of_what_reports_tell(
+    make_core: MakeCore, ask: Ask, count: str, said: str
+) -> None:
+    core = make_core(max_num_seqs=1)
+    core.add(ask("a", 4))
+    core.step()
+    core.check()
+    setattr(core._scheduler, count, getattr(core._scheduler, count) + 1)
+    with pytest.raises(InternalError, match=said):
+        core.check()
+
+
+def test_the_integrity_check_finds_a_prefill_that_does_not_run(
+    make_core: MakeCore, ask: Ask
+) -> None:
+    core = make_core(max_num_seqs=1)
+    core.add(ask("a", 4))
+    core.schedule()
+    core.check()
+    core._scheduler._prefilling["b"] = core._scheduler.running["a"]
+    with pytest.raises(InternalError, match=r"\['a', 'b'\] prefill; \['a'\] run"):
+        core.check()
+
+
 # --- limits
 
 

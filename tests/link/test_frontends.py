@@ -13,6 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from dpkit.errors import WireError
 from dpkit.wire.codec import Abort, Add, Utility, encode_input
+from dpkit.wire.reports import report_from_wire
 from dpkit.wire.structs import FinishCode, UtilityAnswer, UtilityCall
 from tests.link.lab import RANK, STEP_S, Timed, ask, open_desk
 
@@ -356,3 +357,30 @@ async def test_an_array_in_a_frame_of_its_own_is_no_reason_to_refuse(autojump_cl
         desk.frontends.receive(0, [*encode_input(ask("a", max_tokens=1)), b"nobody refers to it"])
         await steps(2)
         assert desk.told(0) == [("a", (1,), LENGTH)]
+
+
+async def test_each_frontend_is_told_how_many_of_its_requests_are_reckoned_with(
+    autojump_clock,
+) -> None:
+    async with open_desk() as desk:
+        desk.say(0, ask("a", max_tokens=3))
+        await steps(0.5)
+        desk.say(0, ask("b", max_tokens=3))
+        desk.say(0, ask("b", max_tokens=3))  # twice the same id: it is refused, and has come
+        desk.say(1, ask("c", max_tokens=3))
+        await steps(3)
+
+        def counts(index: int) -> list[tuple[int, int]]:
+            stats = [envelope.scheduler_stats for envelope in desk.envelopes(index)]
+            told = [report_from_wire(each) for each in stats if each is not None]
+            return [(each.sent, each.acknowledged) for each in told if each is not None]
+
+        assert counts(0)[:3] == [(1, 1), (3, 1), (3, 1)]
+        assert counts(0)[-1] == (3, 3)
+        assert counts(1)[0] == (0, 0)
+        assert counts(1)[-1] == (1, 1)
+        desk.frontends.forget(0)
+        desk.frontends.back(0)
+        desk.say(0, ask("d", max_tokens=1))
+        await steps(3)
+        assert counts(0)[-1] == (1, 1), "whoever comes anew counts anew"

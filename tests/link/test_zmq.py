@@ -12,7 +12,7 @@ from attrs import define, field
 
 from dpkit.errors import EngineLost, RequestRejected, WireError
 from dpkit.link.zmq import WireConnection, ZmqLink
-from dpkit.messages import EngineId, EngineOutput, GenerateRequest, SamplingParams
+from dpkit.messages import EngineId, EngineOutput, GenerateRequest, SamplingParams, StepReport
 from dpkit.names import FinishReason
 from dpkit.wire.codec import (
     ENGINE_DEAD,
@@ -22,7 +22,14 @@ from dpkit.wire.codec import (
     encode_envelope,
     rank_identity,
 )
-from dpkit.wire.structs import Envelope, FinishCode, RequestError, SchedulerStats, WireOutput
+from dpkit.wire.structs import (
+    EngineReport,
+    Envelope,
+    FinishCode,
+    RequestError,
+    SchedulerStats,
+    WireOutput,
+)
 from dpkit.wire.zsocket import PeerGone, ZSocket, open_context, open_zsocket
 
 if TYPE_CHECKING:
@@ -288,3 +295,43 @@ async def test_every_request_of_a_lost_engine_is_told_why() -> None:
         assert isinstance(output.error, EngineLost)
         assert (output.error.engine, output.error.request_id) == (ENGINE, output.request_id)
         assert output.error.__cause__ is cause
+
+
+async def test_links_hear_how_many_of_their_own_requests_the_engine_reckons_with() -> None:
+    async with open_wire() as wire:
+        mine: list[tuple[int, int]] = []
+        theirs: list[tuple[int, int]] = []
+
+        def link(to: list[tuple[int, int]]) -> ZmqLink:
+            def hear(_: EngineId, report: StepReport) -> None:
+                to.append((report.sent, report.acknowledged))
+
+            return ZmqLink(wire.connection, wire._deliver, hear)
+
+        links = link(mine), link(theirs)
+        for number in (0, 1, 1, 0):
+            wire.link = links[number]
+            wire.ask(f"r{len(wire.connection.held)}")
+        with pytest.raises(RequestRejected, match="2,000 are the most"):
+            wire.ask("large", prompt=LIMIT)
+
+        async def say(acknowledged: int) -> None:
+            told = EngineReport(acknowledged=acknowledged)
+            await wire.say(scheduler_stats=SchedulerStats(dpkit=told))
+
+        await say(0)
+        await say(2)
+        await say(2)
+        await say(4)
+        assert mine == [(3, 0), (3, 1), (3, 1), (3, 3)], "the one refused here is not waited for"
+        assert theirs == [(2, 0), (2, 1), (2, 1), (2, 2)]
+
+
+async def test_an_engine_that_does_not_tell_of_its_work_is_not_heard() -> None:
+    async with open_wire() as wire:
+        heard: list[StepReport] = []
+        wire.link = ZmqLink(wire.connection, wire._deliver, lambda _, report: heard.append(report))
+        wire.ask()
+        await wire.say(scheduler_stats=SchedulerStats(num_running_reqs=1))
+        assert wire.loads == [1]
+        assert not heard

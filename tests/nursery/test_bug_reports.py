@@ -277,7 +277,9 @@ async def test_C11_all_state_of_a_request_is_gone_however_it_ended(
         check_idle(cluster)
         (loop,) = (loop_of(slot) for slot in cluster._slots)
         (flights,) = cluster._flights
-        assert len(flights) == flights.placed == len(flights._queue) == len(flights._alarms) == 0
+        assert (
+            len(flights) == flights.placed == len(flights.line._queue) == len(flights._alarms) == 0
+        )
         assert cluster.client._ledger.statistics().inflight == 0
         assert len(loop._deliver) == len(loop.inbox._requests) == len(loop.inbox._aborts) == 0
         statistics = cluster.client.statistics()

@@ -138,25 +138,35 @@ def _check(history: History) -> None:
 
 @pytest.mark.parametrize("ask", [_complete, _stream])
 @pytest.mark.parametrize("model", ["RecordingCost", "Recording"])
-@pytest.mark.parametrize("prefix_cache", ["true", "false"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["kv.prefix_cache=true"],
+        ["kv.prefix_cache=false"],
+        ["balancer.policy=expected_ttft"],  # bound late: the target waits here, too
+    ],
+    ids=["prefix_cache", "no_prefix_cache", "late"],
+)
 def test_a_client_cancelled_at_any_step_leaves_nothing(
-    make_config: Callable[..., Config], model: str, prefix_cache: str, ask: Ask
+    make_config: Callable[..., Config], model: str, settings: list[str], ask: Ask
 ) -> None:
-    config = make_config(f"{__name__}:{model}", *SMALL, f"kv.prefix_cache={prefix_cache}")
-    preemptions = chunks = 0
+    config = make_config(f"{__name__}:{model}", *SMALL, *settings)
+    is_late = "expected_ttft" in settings[0]
+    preemptions = chunks = waited = 0
 
     def check(history: History) -> None:
-        nonlocal preemptions, chunks
+        nonlocal preemptions, chunks, waited
         _check(history)
         preemptions += history.cluster.statistics().engines[0].core.preemptions
         chunks += history.model.chunks
+        waited += history.cluster.client.statistics().admission.admitted
 
     done = sweep(_scenario(config, ask), seeds=SEEDS, check=check)
     print(f"{model}: {done.runs} runs, {preemptions} preemptions, {chunks} chunked steps")
     if REPLAY not in os.environ:
         assert done.runs >= len(SEEDS) * 10
-        assert preemptions
-        assert chunks > done.runs
+        assert (waited if is_late else preemptions) > 0
+        assert chunks >= done.runs
 
 
 async def _serve_some(cluster: Cluster) -> None:
@@ -168,11 +178,12 @@ async def _serve_some(cluster: Cluster) -> None:
         await cluster.clients[1].complete(PROMPT, sampling)
 
 
+@pytest.mark.parametrize("policy", ["kv_pressure", "expected_ttft"])
 @pytest.mark.parametrize("model", ["echo", "cost:h20-4b"])
 def test_a_cluster_cancelled_at_any_step_leaves_nothing(
-    make_config: Callable[..., Config], model: str
+    make_config: Callable[..., Config], model: str, policy: str
 ) -> None:
-    config = make_config(model, *SMALL)
+    config = make_config(model, *SMALL, f"balancer.policy={policy}")
     seen: list[Cluster] = []
 
     async def scenario(mark: Mark) -> Cluster | None:

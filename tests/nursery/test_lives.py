@@ -298,7 +298,7 @@ async def test_a_pin_that_waits_too_long_is_told_so(autojump_clock: object) -> N
             await cluster.client.complete("a", engine="e0-0")
         assert trio.current_time() == 0.5
         assert cluster.client.statistics().causes[Cause.OVERLOADED] == 1
-        assert cluster._flights[0]._away.get("e0-0", {}) == {}
+        assert cluster._flights[0].line._away.get("e0-0", {}) == {}
 
 
 # What an engine is doing when its life ends.

@@ -16,6 +16,7 @@ from dpkit.messages import (
     GenerateRequest,
     SamplingParams,
     StepReport,
+    StepWork,
     TokenLogprob,
 )
 from dpkit.names import FinishReason
@@ -141,7 +142,10 @@ engine_reports = st.builds(
     counts,
     counts,
     shares,
-    *[counts] * 9,
+    *[counts] * 16,
+    seconds,
+    counts,
+    counts,
 )
 scheduler_stats = st.builds(
     SchedulerStats,
@@ -300,7 +304,20 @@ stats = st.builds(
         StepReport,
         step_time_s=seconds,
         unprefilled_tokens=counts,
+        scheduled_tokens=counts,
         context_tokens=counts,
+        generated_tokens=counts,
+        kv_tokens_used=counts,
+        kv_tokens=counts,
+        last_step=st.builds(
+            StepWork,
+            decodes=counts,
+            prefill_tokens=counts,
+            decode_context=counts,
+            prefill_context=seconds,
+        ),
+        sent=counts,
+        acknowledged=counts,
     ),
 )
 

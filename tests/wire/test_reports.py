@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
@@ -46,6 +47,15 @@ def test_stats_and_counts_cross_unchanged(stats: EngineStats, core: EngineCoreSt
     core = evolve(
         core, running=stats.running, waiting=stats.waiting, kv_cache_usage=stats.kv_cache_usage
     )
+    assert stats.report is not None
+    report = msgspec.structs.replace(  # what vLLM's map and the counts say is said once
+        stats.report,
+        requests=stats.running + stats.waiting,
+        waiting=stats.waiting,
+        preemptions=core.preemptions,
+        steps=core.steps,
+    )
+    stats = evolve(stats, report=report)
     wire = sent(stats_to_wire(stats, core))
     assert statistics_from_wire(wire) == core
     assert stats_from_wire(wire, engine=stats.engine, index=stats.index, seq=stats.seq) == stats

@@ -10,6 +10,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from dpkit.abc import Policy
+from dpkit.balancer.policies.expected_ttft import ExpectedTtft
 from dpkit.balancer.policies.inflight import Inflight
 from dpkit.balancer.policies.kv_pressure import KvPressure
 from dpkit.balancer.policies.least_tokens import LeastTokens
@@ -32,6 +33,7 @@ BUILTIN: dict[PolicyName, type[Policy]] = {
     PolicyName.POWER_OF_TWO: PowerOfTwo,
     PolicyName.ROUND_ROBIN: RoundRobin,
     PolicyName.RANDOM: Random,
+    PolicyName.EXPECTED_TTFT: ExpectedTtft,
 }
 
 

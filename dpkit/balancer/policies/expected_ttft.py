@@ -1,0 +1,250 @@
+"""`expected_ttft`: the engine where the first token is expected soonest, in seconds of work.
+
+Counts of requests are the wrong unit: here a prompt weighs what its uncached tokens take, beside
+what an engine has before it, and what its load and its KV cache cost the answer. All of it is
+reckoned from what this client sent and what engines report (`dpkit.balancer.books`); step costs and
+speeds are learned.
+
+Bound early, each request goes where the score is least. Bound late (`dpkit.balancer.late`), it is
+held for that engine until it would begin there with the next step, and all that wait are decided
+anew whenever something changes: a hold binds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from dpkit.abc import HoldingPolicy
+from dpkit.balancer.books import UNKNOWN_ROOM, Books, Prospect, prospect_of
+from dpkit.balancer.outputs import OutputLengths
+from dpkit.balancer.policies.lowest import scan_start
+from dpkit.balancer.prefixes import BLOCK
+from dpkit.balancer.stepcosts import StepCosts, seconds
+from dpkit.balancer.ttft import (
+    Rate,
+    Standing,
+    Weights,
+    has_credit,
+    is_open,
+    prefill_work,
+    rate,
+    scores,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dpkit.abc import End, LoadView
+    from dpkit.balancer.backlog import Backlog
+    from dpkit.messages import EngineId, GenerateRequest
+
+ALIKE = 1.5
+"""Engines whose pace differs from the middle one's by less count as equal: what the formula misses
+must not look like a faster card, or whoever prefills most would be sent ever more to prefill."""
+
+ONE_IN = 8
+"""Of so many steps that compute no prompt, one is learned from."""
+
+
+@define(kw_only=True, eq=False)
+class ExpectedTtft(HoldingPolicy):
+    """Least expected time to first token, and what else it costs there (`dpkit.balancer.ttft`)."""
+
+    weights: Weights = field(factory=Weights)
+    costs: StepCosts = field(factory=StepCosts)
+    lengths: OutputLengths = field(factory=OutputLengths)
+    books: Books = field(factory=Books)
+    _indices: dict[EngineId, int] = field(factory=dict, init=False)
+    _standings: list[Standing] = field(factory=list, init=False)
+    _rates: list[Rate] = field(factory=list, init=False)
+    _last: Prospect | None = field(default=None, init=False)
+    _scores: Sequence[float] = field(factory=list, init=False)
+
+    def prepare(self, request: GenerateRequest) -> Prospect:
+        """Its size, and the names of its blocks."""
+        return prospect_of(request)
+
+    def age(self, prospect: Prospect) -> float:
+        """Seconds by which others that come later may go before a prompt of this size."""
+        return self.weights.ageing * self.costs.costs.prefill * prospect.prompt
+
+    def pick(self, request: GenerateRequest, view: LoadView) -> int:
+        """The engine with the least score, whether it can begin at once or not."""
+        self._renew(view)
+        return self.best(self.prepare(request), self._rates, scan_start(view))
+
+    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float | None:
+        """Seconds, as `pick` compared them."""
+        return self.scores(request, view)[index]
+
+    def scores(self, request: GenerateRequest, view: LoadView) -> Sequence[float]:
+        """Those of all engines, by index."""
+        if self._last is None or self._last.request is not request:
+            self.pick(request, view)
+        return self._scores
+
+    def open_pass(self, view: LoadView) -> TtftPass:
+        """Look at all engines as they stand now, to decide on those that wait."""
+        self._renew(view)
+        return TtftPass(self, view, list(self._standings), list(self._rates))
+
+    def best(self, prospect: Prospect, rates: Sequence[Rate], start: int) -> int:
+        """Index of the least of these rates' scores; of equals the first from `start` on."""
+        costs, prompt = self.costs.costs, prospect.prompt
+        spread = 1.0 + self.weights.spread
+        found = scores(rates, prompt, prompt, spread * prefill_work(costs, prompt))
+        for engine, hit in self.books.hits(prospect).items():
+            if (index := self._indices.get(engine)) is not None:
+                cached = hit * BLOCK
+                shared = self.books.prefixes.held(engine, prospect.chain, hit) * BLOCK
+                work = spread * prefill_work(costs, prompt, cached)
+                [found[index]] = scores([rates[index]], prompt, prompt - cached, work, shared)
+        self._last, self._scores = prospect, found
+        least = min(found)
+        index = found.index(least)
+        if index < start and least in (rest := found[start:]):
+            index = start + rest.index(least)
+        return index
+
+    def rate(self, standing: Standing) -> Rate:
+        """What an engine offers that stands so."""
+        return rate(standing, self.costs.costs, self.weights, self.lengths.mean)
+
+    # What happens to requests and engines.
+
+    def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
+        """It counts where it goes."""
+        prospect, self._last = self._last, None
+        if prospect is None or prospect.request is not request:
+            prospect = self.prepare(request)
+        self.books.charge(prospect, view.load(index))
+
+    def on_answered(self, request: GenerateRequest, view: LoadView) -> None:
+        """Its prompt is read."""
+        self._changed(self.books.answered(request), view)
+
+    def on_end(self, request: GenerateRequest, end: End, view: LoadView) -> None:
+        """It is on its engine no more; an answer that ended by itself says how long they are."""
+        if end.finished:
+            self.lengths.add(len(end.output))
+        self._changed(self.books.end(request, end), view)
+
+    def on_report(self, index: int, view: LoadView) -> None:
+        """Believe it, and learn from the step that it tells of."""
+        load = view.load(index)
+        report = load.report
+        if report is None:
+            return
+        book = self.books.of(load)
+        work, lasted = report.last_step, report.step_time_s
+        is_new = book.hear(report) and lasted > 0.0
+        # Steps without a prompt are all alike, and there are many.
+        if is_new and (work.prefill_tokens or not report.steps % ONE_IN):
+            book.pace.add(lasted, seconds(work, self.costs.costs))
+            self.costs.learn(work, lasted, self._slowness(book, self._usual_pace()))
+
+    def on_engines(self, view: LoadView) -> None:  # noqa: ARG002 - looked at when it is needed
+        """Indices have moved. A life that is away for a while keeps its books."""
+        self._standings.clear()
+        self._rates.clear()
+        self._indices.clear()
+
+    # What is kept of engines.
+
+    def _renew(self, view: LoadView) -> None:
+        """Look again at the engines whose load has changed."""
+        if len(self._standings) != len(view.loads):
+            self._standings = [Standing(UNKNOWN_ROOM) for _ in view.loads]
+            self._rates = [self.rate(standing) for standing in self._standings]
+            self._indices = {engine: index for index, engine in enumerate(view.engines)}
+            view.changes.update(range(len(view.loads)))
+            self.books.keep(view.engines)
+        if not view.changes:
+            return
+        alone = view.client_count == 1
+        usual = self._usual_pace()
+        for index in view.changes:
+            load, standing = view.load(index), self._standings[index]
+            book = self.books.of(load)
+            book.stand(standing, load, self.lengths.mean, alone=alone)
+            standing.slowness = self._slowness(book, usual)
+            self._rates[index] = self.rate(standing)
+            self.books.trim(load.engine, standing.room.kv_tokens - standing.kv_tokens)
+        view.changes.clear()
+
+    def _usual_pace(self) -> float:
+        """That of the middle engine."""
+        paces = sorted(filter(None, (book.pace.slowness for book in self.books)))
+        return paces[len(paces) // 2] if paces else 1.0
+
+    @staticmethod
+    def _slowness(book: Backlog, usual: float) -> float:
+        """How many times as long an engine's steps last as those of the middle one."""
+        slowness = (book.pace.slowness or usual) / usual
+        return 1.0 if 1.0 / ALIKE < slowness < ALIKE else slowness
+
+    def _changed(self, engine: EngineId | None, view: LoadView) -> None:
+        if engine is not None and (index := self._indices.get(engine)) is not None:
+            view.changes.add(index)
+
+
+class TtftPass:
+    """One look at all that wait, in their turn: who is sent where, and who is held for whom."""
+
+    def __init__(
+        self,
+        policy: ExpectedTtft,
+        view: LoadView,
+        standings: list[Standing],
+        rates: list[Rate],
+    ) -> None:
+        self._policy = policy
+        self._engines = view.engines
+        self._start = scan_start(view)
+        self._standings = standings
+        self._rates = rates
+        self._open = {
+            index
+            for index, (each, rate) in enumerate(zip(standings, rates, strict=True))
+            if is_open(each, rate.free, policy.weights)
+        }
+
+    @property
+    def is_over(self) -> bool:
+        """No engine takes any more."""
+        return not self._open
+
+    def offer(self, prospect: Prospect, index: int | None = None) -> int | None:
+        """Where to send a request now; None: it is held, for its best engine.
+
+        Whoever is held closes that engine to all behind it: nobody passes it there.
+        """
+        policy = self._policy
+        if index is None:
+            index = policy.best(prospect, self._rates, self._start)
+        new, shared = policy.books.sizes(prospect, self._engines[index])
+        spare = self._rates[index].free - prospect.prompt + shared
+        sends = index in self._open and has_credit(
+            self._standings[index], policy.weights, new, spare
+        )
+        standing = self._reckon(index, prospect.prompt, new, shared)
+        if not sends or standing.prefill >= policy.weights.window * standing.room.tokens_per_step:
+            self._open.discard(index)
+        return index if sends else None
+
+    def _reckon(self, index: int, prompt: int, new: int, shared: int) -> Standing:
+        """For the rest of this pass, the engine has this one too."""
+        before = self._standings[index]
+        self._standings[index] = after = Standing(
+            room=before.room,
+            slowness=before.slowness,
+            prefill=before.prefill + new,
+            requests=before.requests + 1,
+            context=before.context + prompt,
+            growth=before.growth + self._policy.lengths.mean,
+            kv_tokens=before.kv_tokens + prompt - shared,
+        )
+        self._rates[index] = self._policy.rate(after)
+        return after

@@ -1,0 +1,270 @@
+"""Requests that wait for the engine they are for: nothing of them is anywhere else meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+from attrs import evolve
+
+from dpkit.config.load import parse_config
+from dpkit.errors import ConfigError, DeadlineExceeded, Draining, EngineLost, Overloaded
+from dpkit.messages import EngineId
+from dpkit.names import Binding, Cause
+from dpkit.nursery.cluster import Cluster, open_cluster
+from dpkit.testing.faults import CRASH
+from tests.nursery.lab import STEP_S, Lab, Timed, loop_of, settle
+
+if TYPE_CHECKING:
+    from dpkit.nursery.submission import Submission
+
+# Steps of 100 ms with 8 tokens each.
+LATE = 'balancer = { policy = "expected_ttft" }\n'
+SMALL = "max_num_batched_tokens = 8, max_num_seqs = 4"
+
+pytestmark = pytest.mark.usefixtures("autojump_clock")
+
+
+def lab(engines: int = 2, *, settings: str = LATE, blocks: int = 1024) -> Lab:
+    models = [Timed() for _ in range(engines)]
+    return Lab(models, settings=settings, scheduler=SMALL, blocks=blocks)
+
+
+def ask(cluster: Cluster, tokens: int, **options: object) -> Submission:
+    """A request of so many tokens, none of them shared."""
+    ask.count += 1  # type: ignore[attr-defined]
+    prompt = [ask.count % 200] * tokens  # type: ignore[attr-defined]
+    return cluster.client.submit(prompt, sink=lambda _: None, max_tokens=8, **options)  # type: ignore[arg-type]
+
+
+ask.count = 0  # type: ignore[attr-defined]
+
+
+def known(cluster: Cluster) -> list[set[str]]:
+    """Ids that each engine knows."""
+    return [{*loop_of(slot).inbox.queued, *loop_of(slot)._deliver} for slot in cluster._slots]
+
+
+async def fill_up(cluster: Cluster, engines: int = 2) -> list[Submission]:
+    """Give every engine a step and a half of prompt: no more fits beside it."""
+    long = [ask(cluster, 16, engine=f"e{number}-0") for number in range(engines)]
+    await trio.testing.wait_all_tasks_blocked()
+    return long
+
+
+async def test_a_request_goes_at_once_while_its_engine_can_begin_it() -> None:
+    async with lab().open() as cluster:
+        first, second = ask(cluster, 4), ask(cluster, 4)
+        assert [str(first.engine), str(second.engine)] == ["e0-0", "e1-0"]
+        assert cluster.client.statistics().binding is Binding.LATE
+
+
+async def test_what_no_engine_can_begin_waits_at_the_client() -> None:
+    async with lab().open() as cluster:
+        await fill_up(cluster)
+        waiting = ask(cluster, 4)
+        assert not any(waiting.request_id in ids for ids in known(cluster))
+        statistics = cluster.client.statistics()
+        assert (statistics.queued, statistics.admission.queued) == (1, 1)
+        await settle()
+        assert waiting.engine is not None
+        assert not cluster.audit()
+
+
+async def test_leaving_while_waiting_costs_no_engine_anything() -> None:
+    made = lab()
+    async with made.open() as cluster:
+        await fill_up(cluster)
+        waiting = ask(cluster, 4)
+        waiting.close()
+        assert cluster.client.statistics().queued == 0
+        await trio.sleep(2)
+        assert all(waiting.request_id not in ids for each in made.watched for _, ids in each.steps)
+        aborted = sum(engine.core.requests_aborted for engine in cluster.statistics().engines)
+        assert aborted == 0
+        assert not cluster.audit()
+
+
+async def test_a_held_request_lets_others_pass_elsewhere() -> None:
+    async with lab().open() as cluster:
+        ask(cluster, 16, engine="e0-0")
+        await trio.testing.wait_all_tasks_blocked()
+        pinned = ask(cluster, 4, engine="e0-0")
+        other = ask(cluster, 4)
+        assert pinned.engine is None
+        assert str(other.engine) == "e1-0"
+        await settle()
+        assert str(pinned.engine) == "e0-0"
+
+
+async def test_nobody_passes_whoever_is_held_on_its_engine() -> None:
+    async with lab(1).open() as cluster:
+        await fill_up(cluster, 1)
+        first = ask(cluster, 16)
+        await trio.sleep(STEP_S / 2)  # longer than the first one's size makes it wait
+        second = ask(cluster, 1)
+        assert cluster.client.statistics().queued == 2
+        for _ in range(20):
+            if second.engine is not None:
+                assert first.engine is not None
+            await settle()
+        assert second.engine is not None
+
+
+async def test_a_lower_priority_number_goes_first() -> None:
+    async with lab(1).open() as cluster:
+        await fill_up(cluster, 1)
+        late = [ask(cluster, 8, priority=2), ask(cluster, 8, priority=1)]
+        await settle()
+        assert [each.engine is None for each in late] == [True, False]
+
+
+async def test_tenants_share_what_there_is() -> None:
+    async with lab(1).open() as cluster:
+        await fill_up(cluster, 1)
+        greedy = [ask(cluster, 8, tenant="a") for _ in range(3)]
+        modest = ask(cluster, 8, tenant="b")
+        placed: list[str] = []
+        for _ in range(12):
+            await settle()
+            placed += [
+                each.request_id
+                for each in (*greedy, modest)
+                if each.engine is not None and each.request_id not in placed
+            ]
+        assert placed.index(modest.request_id) == 1
+
+
+async def test_a_deadline_ends_a_request_that_waits() -> None:
+    async with lab(1).open() as cluster:
+        for _ in range(4):  # as many as the engine takes at all
+            ask(cluster, 1)
+        with pytest.raises(DeadlineExceeded, match="after 0 tokens"):
+            await cluster.client.complete("x", timeout=0.15)
+        assert cluster.client.statistics().causes[Cause.DEADLINE] == 1
+        assert not cluster.audit()
+
+
+async def test_so_does_the_queues_time_out() -> None:
+    settings = LATE + 'admission = { queue_timeout = "150ms" }\n'
+    async with lab(1, settings=settings).open() as cluster:
+        for _ in range(4):
+            ask(cluster, 1)
+        with pytest.raises(Overloaded, match="no engine had room"):
+            await cluster.client.complete("x")
+
+
+async def test_a_full_queue_refuses_and_no_queue_lets_go_what_can_go() -> None:
+    settings = LATE + "admission = { max_queued = 0 }\n"
+    async with lab(1, settings=settings).open() as cluster:
+        assert ask(cluster, 4).engine is not None
+        await trio.testing.wait_all_tasks_blocked()
+        ask(cluster, 8)
+        with pytest.raises(Overloaded, match="no more may"):
+            ask(cluster, 4)
+        assert not cluster.audit()
+
+
+async def test_max_inflight_bounds_what_is_sent_as_ever() -> None:
+    settings = LATE + "admission = { max_inflight = 1 }\n"
+    async with lab(settings=settings).open() as cluster:
+        first, second = ask(cluster, 1), ask(cluster, 1)
+        assert second.engine is None
+        first.close()
+        assert second.engine is not None
+
+
+async def test_whoever_waits_when_its_engine_is_lost_goes_to_another() -> None:
+    made = lab()
+    async with made.open() as cluster:
+        ask(cluster, 4)
+        ask(cluster, 4)
+        await fill_up(cluster)
+        waiting = [ask(cluster, 6) for _ in range(3)]
+        assert all(each.engine is None for each in waiting)
+        made.faulty[0].inject(CRASH)
+        await trio.sleep(20 * STEP_S)
+        assert {str(each.engine) for each in waiting} == {"e1-0"}
+        assert all(each.finish_reason is not None for each in waiting)
+        assert not cluster.audit()
+
+
+async def test_whoever_is_pinned_waits_for_its_engine_and_keeps_nobody() -> None:
+    made = lab()
+    async with made.open() as cluster:
+        made.faulty[0].inject(CRASH)
+        with pytest.raises(EngineLost):
+            await cluster.client.complete("x", engine="e0-0")
+        pinned, other = ask(cluster, 1, engine="e0-0"), ask(cluster, 1)
+        assert pinned.engine is None
+        assert str(other.engine) == "e1-0"
+        await trio.sleep(2)
+        assert pinned.engine == EngineId("e0-0", 1)
+
+
+async def test_a_drain_lets_those_who_wait_have_their_turn() -> None:
+    async with lab(1).open() as cluster:
+        await fill_up(cluster, 1)
+        waiting = ask(cluster, 4)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cluster.drain)
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(Draining):
+                ask(cluster, 1)
+        assert waiting.finish_reason is not None
+        assert cluster.client.statistics().finished == 2
+
+
+async def test_several_clients_bind_early() -> None:
+    async with lab().open(clients=2) as cluster:
+        assert {client.statistics().binding for client in cluster.clients} == {Binding.EARLY}
+        await fill_up(cluster)
+        assert ask(cluster, 4).engine is not None
+
+
+async def test_early_binding_can_be_asked_for() -> None:
+    settings = 'balancer = { policy = "expected_ttft", binding = "early" }\n'
+    async with lab(settings=settings).open() as cluster:
+        await fill_up(cluster)
+        assert ask(cluster, 4).engine is not None
+        assert cluster.client.statistics().binding is Binding.EARLY
+
+
+async def test_a_reload_changes_the_binding_and_who_waits_goes() -> None:
+    made = lab(1)
+    with made.config() as late:
+        early = evolve(late, balancer=evolve(late.balancer, binding=Binding.EARLY))
+        async with open_cluster(late) as cluster:
+            await fill_up(cluster, 1)
+            waiting = [ask(cluster, 8) for _ in range(2)]
+            assert all(each.engine is None for each in waiting)
+            await cluster.apply(early)
+            assert all(each.engine is not None for each in waiting)
+            assert cluster.client.statistics().binding is Binding.EARLY
+            await cluster.apply(late)
+            await settle()
+            await fill_up(cluster, 1)
+            assert ask(cluster, 8).engine is None
+            await cluster.drain()
+            assert not cluster.audit()
+
+
+def test_policies_that_cannot_hold_are_refused_by_the_config() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config('engines = [{ model = "echo" }]\nbalancer = { binding = "late" }')
+    [problem] = caught.value.problems
+    assert problem.endswith(
+        "balancer.binding: policy 'kv_pressure' cannot bind late, only 'expected_ttft' and your "
+        "own can; leave binding out"
+    )
+
+
+async def test_a_policy_of_your_own_that_cannot_hold_is_refused_at_the_start() -> None:
+    policy = "dpkit.balancer.policies.round_robin:RoundRobin"
+    config = parse_config(
+        f'engines = [{{ model = "echo" }}]\nbalancer = {{ policy = "{policy}", binding = "late" }}'
+    )
+    with pytest.raises(ConfigError, match="cannot bind late, as it is no"):
+        async with open_cluster(config):
+            pytest.fail("it opened")
