@@ -1,8 +1,8 @@
 """Runs side by side, each in a process of its own that ends with it.
 
 Fresh interpreters, not forks: a run must not depend on what its parent has done before. What they
-are to do and what came of it pass through their pipes; a run whose parent has died ends at its next
-word. Not `multiprocessing`, which leaves a process of its own behind to the end of the program.
+are to do and what came of it pass through their pipes, and they die with their parent. Not
+`multiprocessing`, which leaves a process of its own behind to the end of the program.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from dpkit.errors import DpkitError
+from dpkit.launch.linux import signal_when_parent_dies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,8 +65,8 @@ def run_side_by_side(work: str, jobs: Sequence[Job], *, at_once: int, tell: Tell
 
 
 def _start() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "dpkit.simulate.pool"],
+    return subprocess.Popen(  # noqa: S603 - this very interpreter
+        [sys.executable, "-m", "dpkit.simulate.pool", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -98,20 +99,19 @@ def main() -> None:
     from dpkit.errors import describe  # noqa: PLC0415 - only the process itself needs it
     from dpkit.imports import import_named  # noqa: PLC0415 - likewise
 
+    if not signal_when_parent_dies(signal.SIGKILL, int(sys.argv[1])):
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to hear, which then ends this
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a policy prints is no word of ours
 
     def say(kind: str, word: object) -> None:
-        try:
-            pickle.dump((kind, word), out)
-            out.flush()
-        except OSError:  # the parent has died; an exception would only end one request
-            os._exit(1)
+        pickle.dump((kind, word), out)
+        out.flush()
 
     try:
         work, job = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own parent's
-    except (EOFError, pickle.UnpicklingError):  # which has died
+    except (EOFError, pickle.UnpicklingError):  # which was interrupted
         return
     module, _, name = work.partition(":")
     try:
