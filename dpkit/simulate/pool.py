@@ -52,14 +52,13 @@ def run_side_by_side(work: str, jobs: Sequence[Job], *, at_once: int, tell: Tell
             return _follow(child, (work, jobs[place]), lambda done: tell(place, done))
 
     with ThreadPoolExecutor(at_once, "simulation") as threads:
-        futures = [threads.submit(do, place) for place in range(len(jobs))]
         try:
+            futures = [threads.submit(do, place) for place in range(len(jobs))]
             return [future.result() for future in futures]
         except BaseException:
             given_up.set()
-            for future in futures:
-                future.cancel()
-            for child in children:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for child in tuple(children):
                 child.kill()
             raise
 
