@@ -201,7 +201,7 @@ def _model_problem(value: str) -> str | None:
 
 def _preset_problem(preset: str) -> str | None:
     if preset.endswith(".toml"):
-        return _path_problem(preset)
+        return None if _is_file(preset) else f"{preset!r} does not exist"
     # Imported when a file asks for it: most files name no preset.
     from dpkit.costmodel import PRESETS  # noqa: PLC0415
 
@@ -212,10 +212,17 @@ def _preset_problem(preset: str) -> str | None:
     )
 
 
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).expanduser().is_file()
+    except (OSError, RuntimeError):  # a name too long, no such user
+        return False
+
+
 def _path_problem(value: str) -> str | None:
     try:
         path = Path(value).expanduser()
-        if path.is_dir() or (path.suffix in {".gguf", ".toml"} and path.is_file()):
+        if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
             return None
         problem = "is neither a directory nor a .gguf file" if path.exists() else "does not exist"
     except (OSError, RuntimeError) as error:  # no permission, a name too long, no such user

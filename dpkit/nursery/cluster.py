@@ -233,8 +233,7 @@ class Cluster:
             self._roster.refuse_closed()
             if not (plan := self.plan(config)):
                 return plan
-            models = await load_models(config)
-            builder = self._make_builder(config, models)
+            builder = self._make_builder(config, await load_models(config))
             dispatches = self._new_dispatches(config, builder)
             try:
                 change = await prepare(self._roster, builder, config, self._launchers.wait_loaded)

@@ -6,7 +6,6 @@ cluster under test deals with them as it does with real ones.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from contextlib import contextmanager
@@ -119,7 +118,7 @@ def prepared(config: Config, plan: FaultPlan) -> Iterator[tuple[Config, dict[int
     plain = load_model(config.engines[0].model)
     models = {rank: FaultyModel(plain) for rank in sorted(troubled)}
     by_size = _Rest(plain)
-    with _hushed(), named(ModelOfEach(by_size)) as name:
+    with named(ModelOfEach(by_size)) as name:
         groups: list[EngineGroupConfig] = []
         rank = 0
         for group in config.engines:
@@ -133,19 +132,6 @@ def prepared(config: Config, plan: FaultPlan) -> Iterator[tuple[Config, dict[int
                 groups.append(piece)
             rank += group.count
         yield evolve(config, engines=tuple(groups)), models
-
-
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """What dpkit would warn of was put in on purpose."""
-    log, handler = logging.getLogger("dpkit"), logging.NullHandler()
-    log.addHandler(handler)
-    propagates, log.propagate = log.propagate, False
-    try:
-        yield
-    finally:
-        log.propagate = propagates
-        log.removeHandler(handler)
 
 
 class _Rest(dict[int, Model]):

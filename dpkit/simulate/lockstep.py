@@ -2,9 +2,9 @@
 
 The rules are those of the processes that do so (`dpkit.engine.waves`, `dpkit.nursery.lockstep`);
 only the vote is taken here, by all ranks of this process, and at every step, so that it is the
-barrier that the experts' exchange is on GPUs. A rank's tokens are out when its own share of the step
-is done, a little early; its next step begins when all are. For runs in which no engine dies: one
-that comes back would have to learn the wave of the others.
+barrier that the experts' exchange is on GPUs. A rank's tokens are out when its own share of the
+step is done, a little early; its next step begins when all are. For runs in which no engine dies:
+one that comes back would have to learn the wave of the others.
 """
 
 from __future__ import annotations

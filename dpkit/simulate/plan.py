@@ -83,7 +83,7 @@ def least_engines(
     def suffices(count: int) -> bool:
         if count not in results:
             of_count = _with_engines(scenario, count)
-            found = find(of_count, None, lambda ended: on_progress(count, ended))
+            found = find(of_count, policy, None, lambda ended: on_progress(count, ended))
             results[count] = found.result
         return promise.is_kept(results[count])
 

@@ -1,20 +1,23 @@
 """Runs side by side, each in a process of its own that ends with it.
 
 Fresh interpreters, not forks: a run must not depend on what its parent has done before. What they
-are to do and what came of it pass through their pipes; a run whose parent has died ends at its next
-word. Not `multiprocessing`, which leaves a process of its own behind to the end of the program.
+are to do and what came of it pass through their pipes, and they die with their parent. Not
+`multiprocessing`, which leaves a process of its own behind to the end of the program.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from dpkit.errors import DpkitError
+from dpkit.launch.linux import signal_when_parent_dies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,27 +42,30 @@ def run_side_by_side(work: str, jobs: Sequence[Job], *, at_once: int, tell: Tell
         DpkitError: a job failed, with its words, or its process died; the others are ended.
     """
     children: list[subprocess.Popen[bytes]] = []
+    given_up = threading.Event()
 
     def do(place: int) -> Any:
         with _start() as child:
             children.append(child)
+            if given_up.is_set():  # just before it was started
+                child.kill()
             return _follow(child, (work, jobs[place]), lambda done: tell(place, done))
 
     with ThreadPoolExecutor(at_once, "simulation") as threads:
-        futures = [threads.submit(do, place) for place in range(len(jobs))]
         try:
+            futures = [threads.submit(do, place) for place in range(len(jobs))]
             return [future.result() for future in futures]
         except BaseException:
-            for future in futures:
-                future.cancel()
-            for child in children:
+            given_up.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            for child in tuple(children):
                 child.kill()
             raise
 
 
 def _start() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "dpkit.simulate.pool"],
+    return subprocess.Popen(  # noqa: S603 - this very interpreter
+        [sys.executable, "-m", "dpkit.simulate.pool", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -92,6 +98,9 @@ def main() -> None:
     from dpkit.errors import describe  # noqa: PLC0415 - only the process itself needs it
     from dpkit.imports import import_named  # noqa: PLC0415 - likewise
 
+    if not signal_when_parent_dies(signal.SIGKILL, int(sys.argv[1])):
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to hear, which then ends this
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a policy prints is no word of ours
 
@@ -99,7 +108,10 @@ def main() -> None:
         pickle.dump((kind, word), out)
         out.flush()
 
-    work, job = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own parent's
+    try:
+        work, job = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own parent's
+    except (EOFError, pickle.UnpicklingError):  # which was interrupted
+        return
     module, _, name = work.partition(":")
     try:
         found = getattr(import_named(module), name)(*job, lambda done: say("at", done))

@@ -5,6 +5,7 @@ Self-contained: no script, no font, nothing is fetched. Pure function of finding
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ def to_html(findings: Sequence[Finding], *, title: str, tail: str) -> str:
         _key(policies),
         _figure(_ttft_plot(findings), "Time to first token: share of requests that waited longer."),
         _figure(_e2e_plot(findings), "Whole answers: share of requests that took longer."),
-        _figure(_waiting_plot(findings), "Requests that wait on an engine, all engines together."),
+        _figure(_waiting_plot(findings), "Requests without a first token yet, wherever they wait."),
         _figure(
             _kv_plot(findings), "KV in use: of the fullest engine, and of the emptiest (thin)."
         ),
@@ -137,16 +138,26 @@ def _tail(ordered: Sequence[float]) -> Iterator[tuple[float, float]]:
 
 
 def _waiting_plot(findings: Sequence[Finding]) -> str:
+    time = _time(findings)
     lines = [
         Line(
             name=each.result.policy,
-            points=[(m.at_s, m.waiting) for m in _thinned(each.outcome.watch.moments)],
+            points=_waiting(each.outcome.answers, time.most),
             colour=_colour(place),
         )
         for place, each in enumerate(findings)
     ]
-    most = max((m.waiting for each in findings for m in each.outcome.watch.moments), default=0)
-    return plot(lines, _time(findings), Axis(title="waiting", least=0, most=max(1, most)))
+    most = max(count for line in lines for _, count in line.points)
+    return plot(lines, time, Axis(title="waiting", least=0, most=max(1, most)))
+
+
+def _waiting(answers: Sequence[Answer], span_s: float) -> list[tuple[float, float]]:
+    """How many have come and got nothing yet, at evenly spaced moments."""
+    came = sorted(answer.arrival_s for answer in answers)
+    began = came[0]
+    got = sorted(answer.first_s for answer in answers if answer.tokens)
+    moments = [began + span_s * n / _POINTS for n in range(_POINTS + 1)]
+    return [(at - began, bisect_right(came, at) - bisect_right(got, at)) for at in moments]
 
 
 def _kv_plot(findings: Sequence[Finding]) -> str:
@@ -166,7 +177,7 @@ def _time(findings: Sequence[Finding]) -> Axis:
 
 
 def _thinned(moments: Sequence[Moment]) -> Sequence[Moment]:
-    """A point where one can be seen: the one that waits most of each stretch."""
+    """A point where one can be seen: the one of each stretch whose KV is fullest."""
     stretch = -(-len(moments) // _POINTS) or 1
     starts = range(0, len(moments), stretch)
-    return [max(moments[start : start + stretch], key=lambda m: m.waiting) for start in starts]
+    return [max(moments[start : start + stretch], key=lambda m: m.kv_most) for start in starts]

@@ -6,10 +6,11 @@ Owns the Trio run that it starts. Knows nothing of how load is chosen or how res
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import random
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -78,6 +79,7 @@ def run(scenario: Scenario, *, on_progress: Callable[[int], None] = lambda _: No
         prepared(scenario.config, scenario.faults) as (config, models),
         seeded_scheduler(scenario.seed),
         seldom_collected(),
+        _hushed() if models or config.coordinator.wave_coordination else nullcontext(),
     ):
         scenario = evolve(scenario, config=config)
         return trio.run(_main, scenario, models, clock.current_time, on_progress, clock=clock)
@@ -92,6 +94,19 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """What dpkit would warn of was asked for: engines that fail, ranks that tell late of a step."""
+    log, handler = logging.getLogger("dpkit"), logging.NullHandler()
+    log.addHandler(handler)
+    propagates, log.propagate = log.propagate, False
+    try:
+        yield
+    finally:
+        log.propagate = propagates
+        log.removeHandler(handler)
 
 
 async def _main(

@@ -14,8 +14,10 @@ from attrs import evolve, frozen
 
 from dpkit.balancer.policies import load_policy
 from dpkit.errors import ConfigError
+from dpkit.names import Binding
 from dpkit.simulate.capacity import capacity_rps
 from dpkit.simulate.measures import Objectives, Result, measure, prefill_alone
+from dpkit.simulate.peers import PEERS
 from dpkit.simulate.pool import run_side_by_side
 from dpkit.simulate.run import Outcome, Scenario, run
 from dpkit.simulate.settings import costs_of
@@ -92,9 +94,25 @@ def objectives_of(config: Config) -> tuple[Objectives, Callable[[int], float]]:
     return Objectives.usual(cost), prefill_alone(cost, limits.max_num_batched_tokens)
 
 
-def with_policy(scenario: Scenario, policy: str) -> Scenario:
-    """The same under another policy."""
+def with_policy(scenario: Scenario, name: str) -> Scenario:
+    """The same under another policy.
+
+    Args:
+        scenario: What.
+        name: As a config names it; of one of `PEERS`; with ``@early`` or ``@late`` behind it, if
+            it is not to be bound as the config says.
+
+    Raises:
+        ConfigError: there is no such policy, or it cannot be bound so.
+    """
+    policy, at, binding = name.partition("@")
+    policy = PEERS.get(policy, policy)
+    if at and binding not in list(Binding):
+        raise ConfigError([f"--policy {name}: bind it {policy}@early or {policy}@late"])
+    load_policy(policy)
     balancer = evolve(scenario.config.balancer, policy=policy)
+    if at:
+        balancer = evolve(balancer, binding=Binding(binding))
     return evolve(scenario, config=evolve(scenario.config, balancer=balancer))
 
 
@@ -110,7 +128,7 @@ def compare(
 
     Args:
         scenario: With the load it is to have.
-        policies: Names, as for `load_policy`; results come in this order.
+        policies: Names, as for `with_policy`; results come in this order.
         jobs: Processes side by side; None: as many as there are cores. With one, none is started.
         objectives: What makes a request good; None: the usual.
         on_progress: Told of each policy how many requests have ended, of how many.
@@ -118,39 +136,42 @@ def compare(
     Error handling:
         ConfigError: a policy cannot be had; nothing was run. What a run raises ends them all.
     """
-    for policy in policies:
-        load_policy(policy)
     total = len(scenario.trace.asks)
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(policies))
     scenarios = [with_policy(scenario, policy) for policy in policies]
     if jobs == 1:
         return [
-            find(each, objectives, lambda ended, p=policy: on_progress(p, ended, total))  # type: ignore[misc]
+            find(each, policy, objectives, lambda ended, p=policy: on_progress(p, ended, total))  # type: ignore[misc]
             for each, policy in zip(scenarios, policies, strict=True)
         ]
     return run_side_by_side(
         f"{__name__}:{find_aside.__name__}",
-        [(each, objectives) for each in scenarios],
+        [(each, name, objectives) for each, name in zip(scenarios, policies, strict=True)],
         at_once=jobs,
         tell=lambda place, ended: on_progress(policies[place], ended, total),
     )
 
 
 def find(
-    scenario: Scenario, objectives: Objectives | None, on_progress: Callable[[int], None]
+    scenario: Scenario,
+    policy: str,
+    objectives: Objectives | None,
+    on_progress: Callable[[int], None],
 ) -> Finding:
-    """Run a scenario and measure it."""
+    """Run a scenario and measure it; `policy` is how its result is called."""
     began = time.perf_counter()
     outcome = run(scenario, on_progress=on_progress)
     wall_s = time.perf_counter() - began
     usual, alone = objectives_of(scenario.config)
-    policy = scenario.config.balancer.policy
     result = measure(policy, outcome, alone=alone, objectives=objectives or usual)
     return Finding(result=result, outcome=outcome, wall_s=wall_s)
 
 
 def find_aside(
-    scenario: Scenario, objectives: Objectives | None, tell: Callable[[int], None]
+    scenario: Scenario,
+    policy: str,
+    objectives: Objectives | None,
+    tell: Callable[[int], None],
 ) -> Finding:
     """`find`, for a process of its own: not every end is worth a word."""
 
@@ -158,4 +179,4 @@ def find_aside(
         if ended % _PER_MESSAGE == 0:
             tell(ended)
 
-    return find(scenario, objectives, seldom)
+    return find(scenario, policy, objectives, seldom)

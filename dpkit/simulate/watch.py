@@ -25,13 +25,10 @@ EVERY_S = 0.1
 
 
 class Moment(NamedTuple):
-    """All engines at one moment of a run."""
+    """The least and the greatest share of KV in use, of all engines, at one moment of a run."""
 
     at_s: float
     """Since the run began."""
-    waiting: int
-    """Requests that wait on an engine."""
-    running: int
     kv_least: float
     kv_most: float
 
@@ -62,13 +59,11 @@ class Watch:
         if mean > 0.0:
             self.kv_looks += 1
             self.kv_cv_sum += statistics.pstdev(usage) / mean
-        counts = [core.get_request_counts() for core in cores]
-        waiting = sum(waiting for _, waiting in counts)
-        if waiting and any(map(_has_room, cores)):
+        queues = any(core.get_request_counts()[1] for core in cores)
+        if queues and any(map(_has_room, cores)):
             self.queue_while_room += 1
         if self.looks % KEPT == 0 and usage:
-            running = sum(running for running, _ in counts)
-            self.moments.append(Moment(at_s, waiting, running, min(usage), max(usage)))
+            self.moments.append(Moment(at_s, min(usage), max(usage)))
         self.looks += 1
 
     @property

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -14,9 +18,6 @@ from dpkit.errors import ConfigError, DpkitError
 from dpkit.simulate.plan import Promise, least_engines
 from dpkit.simulate.pool import run_side_by_side
 from tests.simulate.lab import scenario_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEYS = [
     "policy",
@@ -209,3 +210,35 @@ def test_a_process_that_dies_is_told_with_its_status() -> None:
 
 def die(status: int, _: object) -> None:
     os._exit(status)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_comparison_leaves_no_process(signum: int) -> None:
+    options = ["--policy", "random", "--policy", "inflight", "--jobs", "2"]
+    command = [sys.executable, "-m", "dpkit", "simulate", "--trace", "p41626", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as running:
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        while len(found := [int(pid) for pid in _spawned(children)]) < 2:
+            time.sleep(0.05)
+        running.send_signal(signum)
+        assert running.stderr is not None
+        said = running.stderr.read()  # to its end: nobody has it open any more
+    assert running.returncode in {130, -signal.SIGKILL}
+    assert not said.strip()
+    while any(map(_runs, found)):  # they have let go of stderr, and are about to be gone
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there, and not only its entry, which nobody has asked for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, ProcessLookupError):
+        return False
+
+
+def _spawned(children: Path) -> list[str]:
+    """Children of all threads of a process."""
+    return [
+        pid for each in children.parents[1].glob("*/children") for pid in each.read_text().split()
+    ]

@@ -146,6 +146,8 @@ def test_a_preset_that_is_not_there_is_told_before_anything_starts(tmp_path: Pat
         CostModel(str(tmp_path / "none.toml"))
     with pytest.raises(ConfigError, match=r"none\.toml' does not exist"):
         parse_config('[[engines]]\nmodel = "cost:none.toml"\n')
+    with pytest.raises(ConfigError, match=r"~nobody-here/x\.toml' does not exist"):
+        parse_config('[[engines]]\nmodel = "cost:~nobody-here/x.toml"\n')
 
 
 @pytest.mark.parametrize(

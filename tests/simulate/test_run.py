@@ -15,7 +15,7 @@ from dpkit.simulate.faults import FaultPlan, parse_faults
 from dpkit.simulate.measures import Objectives, percentile, prefill_alone
 from dpkit.simulate.run import run
 from dpkit.simulate.settings import simulated
-from dpkit.simulate.study import compare, find_load, objectives_of
+from dpkit.simulate.study import compare, find_load, objectives_of, with_policy
 from dpkit.simulate.table import to_json, to_table
 from tests.simulate.lab import scenario_of, workload_of
 
@@ -205,3 +205,18 @@ def test_lockstep_runs_repeat_and_end() -> None:
     asks = [(0.3 * n, 400 + 900 * (n % 3), 5 + n % 9) for n in range(30)]
     scenario = scenario_of(*asks, engines=3, text=text)
     assert run(scenario).answers == run(scenario).answers
+
+
+def test_peers_and_bindings_are_named_with_the_policy() -> None:
+    scenario = scenario_of(*[(0.01 * n, 300, 4) for n in range(12)])
+    names = ["dynamo_style", "llm_d_style", "sglang_style", "expected_ttft@early", "expected_ttft"]
+    findings = compare(scenario, names, jobs=1)
+    assert [finding.result.policy for finding in findings] == names
+    assert all(answer.is_whole for finding in findings for answer in finding.outcome.answers)
+    bindings = [with_policy(scenario, name).config.balancer.binding for name in names[3:]]
+    assert bindings == ["early", None]
+
+
+def test_a_binding_that_does_not_exist_is_told() -> None:
+    with pytest.raises(ConfigError, match="--policy inflight@soon: bind it inflight@early or infl"):
+        with_policy(scenario_of((0.0, 9, 1)), "inflight@soon")

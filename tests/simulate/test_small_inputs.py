@@ -24,6 +24,17 @@ def test_micro_long_no_short_prompt_waits_if_tokens_are_counted() -> None:
     assert not late
 
 
+def test_micro_long_no_short_prompt_waits_for_the_least_expected_ttft() -> None:
+    late = [a.number for a in _run("micro-long", "expected_ttft").answers[1:] if a.ttft_s > 0.5]
+    assert not late
+
+
+def test_micro_alias_long_prompts_do_not_pile_up_for_the_least_expected_ttft() -> None:
+    by_counts, by_ttft = (_run("micro-alias", p) for p in ("kv_pressure", "expected_ttft"))
+    waited = [sum(a.ttft_s for a in outcome.answers) for outcome in (by_counts, by_ttft)]
+    assert waited[1] < 0.85 * waited[0]
+
+
 def test_micro_alias_every_request_is_answered_and_tokens_are_spread_better() -> None:
     by_counts, by_tokens = (_run("micro-alias", p) for p in ("kv_pressure", "least_tokens"))
     assert all(answer.is_whole for answer in by_counts.answers + by_tokens.answers)
