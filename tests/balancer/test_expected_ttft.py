@@ -330,6 +330,11 @@ def test_every_pick_has_the_scores_of_all_engines() -> None:
     assert len(scores) == 3
     assert min(scores) == client.policy.score(request, index, client.view) == scores[index]
     assert scores[0] > scores[1] == scores[2]
+    reason = client.dispatch.place(request).reason
+    assert (reason.engines, reason.scores) == (client.view.engines, scores)
+    said = ", ".join(f"e{index} {score:.3g}" for index, score in enumerate(scores))
+    assert str(reason).startswith("expected_ttft with score ")
+    assert str(reason).endswith(f"0 in flight, 0 waiting, 0 running, 0% of KV in use; of {said}")
 
 
 def test_ties_begin_where_this_client_begins_to_look() -> None:
