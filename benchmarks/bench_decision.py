@@ -8,6 +8,9 @@ the decision: tasks, sockets, request objects. Ours is measured twice, making th
 * the dispatch: all of `EarlyDispatch.place` and `release`, as a client calls it, which adds the
   checks, pins, repeated ids, tokens, and the reason of each pick.
 
+A third table has `expected_ttft`, bound late: a pass over all engines for one request, which has no
+peer in vLLM, so it is in microseconds alone.
+
 Run it:  python benchmarks/bench_decision.py
 """
 
@@ -23,10 +26,12 @@ from attrs import frozen
 from harness import compete, print_table, seconds_each
 
 from dpkit.balancer.dispatch import EarlyDispatch
+from dpkit.balancer.late import LateDispatch
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
+from dpkit.balancer.policies.expected_ttft import ExpectedTtft
 from dpkit.balancer.view import LoadView
-from dpkit.messages import EngineId, GenerateRequest, Snapshot
+from dpkit.messages import EngineId, GenerateRequest, Room, Snapshot
 from dpkit.names import PolicyName
 
 if TYPE_CHECKING:
@@ -196,8 +201,31 @@ def _cost(traffic: Traffic, make: Callable[[int], Client]) -> float:
     return traffic.cost(make(traffic.engines))
 
 
+def cost_of_a_pass(engines: int) -> float:
+    """Seconds for a request that has come: look at all engines, and decide."""
+    ledger = Ledger()
+    view = LoadView((), ledger)
+    dispatch = LateDispatch(ledger, view, ExpectedTtft())
+    room = Room(tokens_per_step=8192, requests=256, kv_tokens=450_000)
+    for rank in range(engines):
+        dispatch.add(EngineId(f"engine-{rank}"), rank, room)
+    requests = [
+        GenerateRequest(request_id=f"r{number}", prompt_token_ids=(number,) * 100)
+        for number in range(4 * engines + DECISIONS)
+    ]
+    for request in requests[DECISIONS:]:
+        dispatch.place(request)
+    prospects = [dispatch.prepare(request) for request in requests[:DECISIONS]]
+
+    def decide() -> None:
+        for prospect in prospects:
+            dispatch.open_pass().offer(prospect)
+
+    return seconds_each(decide, DECISIONS)
+
+
 def main() -> None:
-    """Print two tables."""
+    """Print three tables."""
     for snapshots in (False, True):
         news = f"a snapshot every {SNAPSHOT_EVERY}" if snapshots else "no snapshots between"
         print_table(
@@ -205,6 +233,14 @@ def main() -> None:
             ("engines", "plain loop", "decision", "", "dispatch", ""),
             [compare(Traffic(engines, snapshots)) for engines in ENGINES],
         )
+    print_table(
+        "expected_ttft, late: one pass over all engines for one request; us each",
+        ("engines", "pass"),
+        [
+            (str(engines), f"{min(cost_of_a_pass(engines) for _ in range(9)) * 1e6:.1f}")
+            for engines in (2, 8, 32, 64)
+        ],
+    )
 
 
 if __name__ == "__main__":

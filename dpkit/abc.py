@@ -208,6 +208,10 @@ class Policy(abc.ABC):
         """What `pick` compares, for whoever asks why; None: this policy does not score."""
         return None
 
+    def scores(self, request: GenerateRequest, view: LoadView) -> Sequence[float] | None:
+        """Likewise of all engines; it is kept, so it must not change. None: not worth its cost."""
+        return None
+
     def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
         """A request was charged to engine `index`; a pinned one too: `request.engine` is set."""
 

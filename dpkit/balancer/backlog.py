@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from dpkit.balancer.stepcosts import Pace
+from dpkit.balancer.stepcosts import make_paces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dpkit.abc import EngineLoad
+    from dpkit.balancer.stepcosts import Pace
     from dpkit.balancer.ttft import Standing
     from dpkit.messages import EngineId, Room, StepReport
 
@@ -46,7 +47,7 @@ class Backlog:
     """The books of one life of an engine."""
 
     room: Room
-    pace: Pace = field(factory=Pace)
+    paces: tuple[Pace, Pace] = field(factory=make_paces)
     report: StepReport | None = None
     _order: deque[Sent] = field(factory=deque)  # as handed over, until reckoned with
     _live: int = 0

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from dpkit.balancer.view import LoadView
     from dpkit.messages import EngineId, GenerateRequest, Room, Snapshot, StepReport
 
-    Known = tuple[str, float | None, int, int, int, float]
+    Known = tuple[
+        str, float | None, int, int, int, float, Sequence[EngineId], Sequence[float] | None
+    ]
 
 _log = logging.getLogger(__name__)
 
@@ -66,13 +68,22 @@ class Reason(NamedTuple):
     waiting: int
     running: int
     kv_cache_usage: float
+    engines: Sequence[EngineId] = ()
+    """All that could be picked."""
+
+    scores: Sequence[float] | None = None
+    """What the policy compared, of each of them; None where it does not say."""
 
     def __str__(self) -> str:
         score = "" if self.score is None else f" with score {self.score:g}"
-        return (
+        said = (
             f"{self.rule}{score}: {self.inflight} in flight, {self.waiting} waiting, "
             f"{self.running} running, {self.kv_cache_usage:.0%} of KV in use"
         )
+        if self.scores is None:
+            return said
+        each = zip(self.engines, self.scores, strict=True)
+        return f"{said}; of " + ", ".join(f"{engine} {score:.3g}" for engine, score in each)
 
 
 # Not frozen, as it is made for every request and frozen takes four times as long to make.
@@ -155,11 +166,12 @@ class EarlyDispatch:
             if type(index) is not int or not 0 <= index < len(loads):  # -1 would be the last one
                 raise self._nowhere(request, index)
             rule, score = self._rule, policy.score(request, index, view)
+            scores = policy.scores(request, view)
         else:
             index = self._pinned(request)
-            rule, score = PINNED, None
+            rule, score, scores = PINNED, None, None
         load = loads[index]
-        known = _known(rule, score, load)
+        known = (*_known(rule, score, load), view.engines, scores)
         engine = load.engine
         charge = self._ledger.charge(request.request_id, engine, expected_tokens(request))
         try:
@@ -296,7 +308,8 @@ class EarlyDispatch:
                 request_id=request.request_id,
             )
         load = self._view.load(index)
-        return self._placement(request, index, held, _known(HELD, None, load), load.rank)
+        known = (*_known(HELD, None, load), (), None)
+        return self._placement(request, index, held, known, load.rank)
 
 
 def _nobody(request: GenerateRequest, who: str) -> NoEngineReady:
@@ -306,5 +319,7 @@ def _nobody(request: GenerateRequest, who: str) -> NoEngineReady:
     )
 
 
-def _known(rule: str, score: float | None, load: EngineLoad) -> Known:
+def _known(
+    rule: str, score: float | None, load: EngineLoad
+) -> tuple[str, float | None, int, int, int, float]:
     return rule, score, load.inflight, load.waiting, load.running, load.kv_cache_usage

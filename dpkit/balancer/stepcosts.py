@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from attrs import define
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from dpkit.messages import StepWork
 
 BOUND = 4.0
@@ -31,6 +33,15 @@ KEEP = 0.97
 
 FAITH = 1.0
 """Steps that the scaled prior weighs."""
+
+MEMORY = 0.99
+"""What is left of older steps in a pace at each new one."""
+
+TRUSTED = 32
+"""So many steps make a pace: an engine that is taken for slow gets little to prove otherwise."""
+
+ALIKE = 1.5
+"""Engines whose pace differs from the middle one's by less count as equal."""
 
 SWEEPS = 8
 """Rounds over the five constants in a fit; each begins where the last fit ended."""
@@ -63,23 +74,51 @@ def seconds(work: StepWork, costs: Costs) -> float:
 
 @define(eq=False)
 class Pace:
-    """How many times as long as reckoned an engine's steps last: of its card, and of its load."""
+    """How many times as long as reckoned steps of one kind last on one engine."""
 
-    _lasted: float = 0.0
-    _reckoned: float = 0.0
-
-    MEMORY = 0.99
-    """What is left of older steps at each new one."""
+    lasted: float = 0.0
+    reckoned: float = 0.0
+    steps: int = 0
 
     @property
     def slowness(self) -> float | None:
-        """2.0: half the speed that was reckoned with; None: no step was seen."""
-        return self._lasted / self._reckoned if self._reckoned else None
+        """2.0: half the speed that was reckoned with; None: too few steps were seen."""
+        return self.lasted / self.reckoned if self.steps >= TRUSTED else None
 
     def add(self, lasted: float, reckoned: float) -> None:
         """A step lasted so many seconds, and was reckoned to."""
-        self._lasted = self._lasted * self.MEMORY + lasted
-        self._reckoned = self._reckoned * self.MEMORY + reckoned
+        self.steps += 1
+        self.lasted = self.lasted * MEMORY + lasted
+        self.reckoned = self.reckoned * MEMORY + reckoned
+
+
+def make_paces() -> tuple[Pace, Pace]:
+    """Of an engine's steps without prompts, and of those with."""
+    return Pace(), Pace()
+
+
+def usual_paces(engines: Iterable[Sequence[Pace]]) -> list[float | None]:
+    """Of each kind of steps the pace of the middle engine."""
+    usual: list[float | None] = []
+    for paces in zip(make_paces(), *engines, strict=True):
+        seen = sorted(filter(None, (pace.slowness for pace in paces)))
+        usual.append(seen[len(seen) // 2] if seen else None)
+    return usual
+
+
+def relative_slowness(paces: Iterable[Pace], usual: Iterable[float | None]) -> float:
+    """How many times as long an engine's steps last as the middle one's.
+
+    Like is compared with like: what the formula misses of one kind of steps it misses on all
+    engines, and must not make those look slow that happen to do more of that kind.
+    """
+    lasted = reckoned = 0.0
+    for pace, middle in zip(paces, usual, strict=True):
+        if middle is not None and pace.steps >= TRUSTED:
+            lasted += pace.lasted
+            reckoned += pace.reckoned * middle
+    slowness = lasted / reckoned if reckoned else 1.0
+    return 1.0 if 1.0 / ALIKE < slowness < ALIKE else slowness
 
 
 class StepCosts:
@@ -99,6 +138,11 @@ class StepCosts:
         named = zip(Costs._fields, self._factors, strict=True)
         factors = ", ".join(f"{name} {factor:.2f}x" for name, factor in named)
         return f"<StepCosts after {self._steps} steps: {factors}>"
+
+    @property
+    def are_settled(self) -> bool:
+        """Whether paces can be reckoned by them."""
+        return self._steps >= EVERY
 
     def learn(self, work: StepWork, lasted: float, slowness: float = 1.0) -> None:
         """Take a step, and how long it took in seconds, on an engine of that speed."""

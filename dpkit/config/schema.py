@@ -9,7 +9,7 @@ file and raises the same `ConfigError`.
 # No `from __future__ import annotations`: cattrs reads these annotations at run time.
 import enum
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import attrs
 from attrs import Attribute, field, frozen
@@ -252,6 +252,10 @@ class BalancerConfig:
         """When requests get their engines."""
         late = self.policy in HOLDING_POLICIES
         return self.binding or (Binding.LATE if late else Binding.EARLY)
+
+    def binds_like(self, other: Self) -> bool:
+        """Whether the same policy decides, and when the other's does."""
+        return self.policy == other.policy and self.bound is other.bound
 
 
 @frozen(kw_only=True)

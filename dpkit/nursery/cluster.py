@@ -264,11 +264,10 @@ class Cluster:
 
     def _new_dispatches(self, config: Config, builder: Builder) -> Dispatches:
         """Make the dispatch of each client; None: it keeps the one it has."""
-        old, new = self.config.balancer, config.balancer
-        if old.policy == new.policy and old.bound is new.bound:
+        if self.config.balancer.binds_like(config.balancer):
             return [None] * len(self._flights)
-        late, each = builder.binding(len(self._flights)), enumerate(self._flights)
-        return [flights.rebound(builder.policy(index), late) for index, flights in each]
+        late = builder.binding(len(self._flights))
+        return [each.rebound(builder.policy(i), late) for i, each in enumerate(self._flights)]
 
     def _switch(self, config: Config, builder: Builder, dispatches: Dispatches) -> None:
         self.config, self._builder = config, builder

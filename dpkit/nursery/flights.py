@@ -185,6 +185,8 @@ class Flights:
             if flight.placement is not None:
                 self._dispatch.on_answered(flight.placement)
             self._membership.on_success(engine)
+            if self.line:
+                self.fill()  # of an engine that does not report, this is the news
         receiver = flight.receiver
         receiver.delivered += output.token_ids
         if output.finish_reason is None and not receiver.scans:

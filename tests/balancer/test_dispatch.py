@@ -60,7 +60,7 @@ def test_the_reason_tells_what_was_known_before_the_pick(make_client: MakeClient
     client = make_client(2)
     client.snapshot((4, 6, 0.75), (9, 9, 0.75))
     placement = client.place()
-    assert placement.reason == ("kv_pressure", 16.0, 0, 4, 6, 0.75)
+    assert placement.reason[:6] == ("kv_pressure", 16.0, 0, 4, 6, 0.75)
     client.place()
     assert str(placement.reason) == (
         "kv_pressure with score 16: 0 in flight, 4 waiting, 6 running, 75% of KV in use"

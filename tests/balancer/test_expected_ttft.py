@@ -11,9 +11,9 @@ from dpkit.balancer.dispatch import EarlyDispatch
 from dpkit.balancer.late import LateDispatch, make_dispatch
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
-from dpkit.balancer.policies.expected_ttft import ALIKE, ExpectedTtft
+from dpkit.balancer.policies.expected_ttft import ExpectedTtft
 from dpkit.balancer.prefixes import BLOCK
-from dpkit.balancer.stepcosts import PRIOR, seconds
+from dpkit.balancer.stepcosts import ALIKE, PRIOR, seconds
 from dpkit.balancer.view import LoadView
 from dpkit.errors import ConfigError
 from dpkit.messages import EngineId, GenerateRequest, Room, StepReport, StepWork
@@ -246,23 +246,37 @@ def test_shared_blocks_need_no_room() -> None:
 
 
 def test_of_a_slow_engine_less_is_expected() -> None:
-    client = Late(2)
-    for index, times in ((0, 3.0), (1, 1.0)):
-        for _ in range(30):
-            work = StepWork(decodes=4, prefill_tokens=500, decode_context=4000)
+    client = Late(3)
+    work = StepWork(decodes=4, prefill_tokens=500, decode_context=4000)
+    for _ in range(100):
+        for index, times in enumerate((3.0, 1.0, 1.0)):
             took = times * seconds(work, PRIOR)
-            client.report(index, requests=0, last_step=work, step_time_s=took)
-    picks = [client.send(1000).index for _ in range(12)]
-    assert picks[0] == 1
-    assert 2 <= picks.count(0) <= 4
+            client.report(index, last_step=work, step_time_s=took)
+    picks = [client.send(1000).index for _ in range(14)]
+    assert picks[:2] == [1, 2]
+    assert 1 <= picks.count(0) <= 3
+
+
+def test_what_the_formula_misses_of_some_steps_makes_nobody_slow() -> None:
+    """Of three engines two prefill and one only decodes; decodes take five times the formula's."""
+    client = Late(3)
+    decodes = StepWork(decodes=4, decode_context=4000)
+    prefill = StepWork(decodes=4, decode_context=4000, prefill_tokens=5000)
+    for number in range(400):
+        for index in range(3):
+            work = prefill if index < 2 and number % 4 else decodes
+            took = seconds(work, PRIOR) * (5 if work is decodes else 1)
+            client.report(index, last_step=work, step_time_s=took, steps=8 * client.steps)
+    client.policy.open_pass(client.view)
+    assert [standing.slowness for standing in client.policy._standings] == [1.0, 1.0, 1.0]
 
 
 def test_engines_that_differ_by_what_the_formula_misses_count_as_equal() -> None:
     client = Late(2)
     for index, times in ((0, 1.2), (1, 1.0)):
         assert times < ALIKE
-        for _ in range(30):
-            work = StepWork(decodes=4, decode_context=4000)
+        for _ in range(200):
+            work = StepWork(decodes=4, decode_context=4000, prefill_tokens=1)
             took = times * seconds(work, PRIOR)
             client.report(index, last_step=work, step_time_s=took)
     assert [client.send(200).index for _ in range(2)] == [0, 1]
@@ -316,6 +330,11 @@ def test_every_pick_has_the_scores_of_all_engines() -> None:
     assert len(scores) == 3
     assert min(scores) == client.policy.score(request, index, client.view) == scores[index]
     assert scores[0] > scores[1] == scores[2]
+    reason = client.dispatch.place(request).reason
+    assert (reason.engines, reason.scores) == (client.view.engines, scores)
+    said = ", ".join(f"e{index} {score:.3g}" for index, score in enumerate(scores))
+    assert str(reason).startswith("expected_ttft with score ")
+    assert str(reason).endswith(f"0 in flight, 0 waiting, 0 running, 0% of KV in use; of {said}")
 
 
 def test_ties_begin_where_this_client_begins_to_look() -> None:

@@ -6,7 +6,19 @@ import random
 
 import pytest
 
-from dpkit.balancer.stepcosts import BOUND, EVERY, PRIOR, Costs, Pace, StepCosts, seconds
+from dpkit.balancer.stepcosts import (
+    BOUND,
+    EVERY,
+    PRIOR,
+    TRUSTED,
+    Costs,
+    Pace,
+    StepCosts,
+    make_paces,
+    relative_slowness,
+    seconds,
+    usual_paces,
+)
 from dpkit.messages import StepWork
 
 
@@ -76,11 +88,42 @@ def test_equal_steps_teach_nothing_absurd() -> None:
 
 def test_a_pace_is_what_steps_took_of_what_they_were_reckoned_to() -> None:
     pace = Pace()
-    pace.add(2.0, 1.0)
-    assert pace.slowness == 2.0
+    for _ in range(TRUSTED):
+        assert pace.slowness is None
+        pace.add(2.0, 1.0)
+    assert pace.slowness == pytest.approx(2.0)
     for _ in range(600):
         pace.add(1.0, 1.0)
     assert pace.slowness == pytest.approx(1.0, abs=0.01)
+
+
+def paces(decode: float | None, prefill: float | None) -> tuple[Pace, Pace]:
+    made = make_paces()
+    for pace, lasted in zip(made, (decode, prefill), strict=True):
+        for _ in range(0 if lasted is None else TRUSTED):
+            pace.add(lasted or 0.0, 1.0)
+    return made
+
+
+def test_engines_are_compared_by_steps_of_the_same_kind() -> None:
+    engines = [paces(5.0, 1.0), paces(5.0, 1.0), paces(5.0, None), paces(15.0, 3.0)]
+    usual = usual_paces(engines)
+    assert usual == pytest.approx([5.0, 1.0])
+    slowness = [relative_slowness(each, usual) for each in engines]
+    assert slowness == pytest.approx([1.0, 1.0, 1.0, 3.0])
+
+
+def test_who_differs_by_less_than_half_counts_as_equal() -> None:
+    usual = [1.0, 1.0]
+    assert relative_slowness(paces(1.45, 1.45), usual) == 1.0
+    assert relative_slowness(paces(1.55, 1.55), usual) == pytest.approx(1.55)
+    assert relative_slowness(paces(0.6, 0.6), usual) == pytest.approx(0.6)
+
+
+def test_of_whom_nothing_is_known_nothing_is_said() -> None:
+    assert usual_paces([]) == [None, None]
+    assert relative_slowness(make_paces(), [None, None]) == 1.0
+    assert relative_slowness(make_paces(), [2.0, 2.0]) == 1.0
 
 
 def test_a_step_without_a_time_says_nothing() -> None:

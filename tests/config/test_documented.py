@@ -89,6 +89,7 @@ def test_commented_keys_of_the_example_stand_at_their_defaults(full_example: str
     expected = attrs.evolve(
         full,
         engines=[group],
+        balancer=attrs.evolve(full.balancer, binding=None),
         cluster=attrs.evolve(full.cluster, seed=None, kill_after=None),
         admission=attrs.evolve(full.admission, max_inflight=None),
         log=attrs.evolve(full.log, events=None, steps=None),

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 from attrs import evolve
 
+from dpkit.balancer.health import Health
+from dpkit.balancer.late import make_dispatch
+from dpkit.balancer.ledger import Ledger
+from dpkit.balancer.policies import load_policy
+from dpkit.balancer.view import LoadView
 from dpkit.config.load import parse_config
+from dpkit.config.schema import BalancerConfig
 from dpkit.errors import ConfigError, DeadlineExceeded, Draining, EngineLost, Overloaded
-from dpkit.messages import EngineId
+from dpkit.messages import EngineId, EngineOutput, Room
 from dpkit.names import Binding, Cause
+from dpkit.nursery.client import Client
 from dpkit.nursery.cluster import Cluster, open_cluster
+from dpkit.nursery.events import EventLog
+from dpkit.nursery.flight import Limits
+from dpkit.nursery.flights import Flights
+from dpkit.nursery.membership import Membership
 from dpkit.testing.faults import CRASH
+from dpkit.text.bytes import ByteTokenizer
 from tests.nursery.lab import STEP_S, Lab, Timed, loop_of, settle
 
 if TYPE_CHECKING:
+    from dpkit.messages import GenerateRequest
     from dpkit.nursery.submission import Submission
 
 # Steps of 100 ms with 8 tokens each.
@@ -248,6 +262,44 @@ async def test_a_reload_changes_the_binding_and_who_waits_goes() -> None:
             assert ask(cluster, 8).engine is None
             await cluster.drain()
             assert not cluster.audit()
+
+
+class SilentLink:
+    """An engine that says nothing but tokens, and only those that a test has it say."""
+
+    def __init__(self, engine: EngineId) -> None:
+        self.engine = engine
+        self.has: list[str] = []
+
+    def submit(self, request: GenerateRequest) -> None:
+        self.has.append(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.has.remove(request_id)
+
+
+async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news() -> None:
+    ledger, link = Ledger(), SilentLink(EngineId("e0"))
+    view = LoadView((), ledger)
+    membership = Membership(Health(BalancerConfig()))
+    dispatch = make_dispatch(ledger, view, load_policy("expected_ttft"), Binding.LATE)
+    flights = Flights(dispatch, limits=Limits(), membership=membership, events=EventLog())
+    membership.add_client(flights)
+    client = Client(
+        ledger=ledger, flights=flights, tokenizer=ByteTokenizer(), rng=random.Random(1), prefix="c"
+    )
+    room = Room(tokens_per_step=8, requests=8, kv_tokens=10_000)
+    membership.join(link.engine, 0, lambda _: link, room)
+    asked = [client.submit([n] * 8, sink=lambda _: None, max_tokens=9) for n in range(3)]
+    first, second, third = (each.request_id for each in asked)
+    assert link.has == [first]
+    flights.deliver(link.engine, EngineOutput(request_id=first, token_ids=(1,)))
+    assert link.has == [first, second]
+    asked[1].close()
+    assert link.has == [first, third]
+    asked[0].close()
+    asked[2].close()
+    assert client.audit() == ()
 
 
 def test_policies_that_cannot_hold_are_refused_by_the_config() -> None:

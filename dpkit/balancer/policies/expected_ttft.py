@@ -21,7 +21,7 @@ from dpkit.balancer.books import UNKNOWN_ROOM, Books, Prospect, prospect_of
 from dpkit.balancer.outputs import OutputLengths
 from dpkit.balancer.policies.lowest import scan_start
 from dpkit.balancer.prefixes import BLOCK
-from dpkit.balancer.stepcosts import StepCosts, seconds
+from dpkit.balancer.stepcosts import StepCosts, relative_slowness, seconds, usual_paces
 from dpkit.balancer.ttft import (
     Rate,
     Standing,
@@ -37,12 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dpkit.abc import End, LoadView
-    from dpkit.balancer.backlog import Backlog
     from dpkit.messages import EngineId, GenerateRequest
-
-ALIKE = 1.5
-"""Engines whose pace differs from the middle one's by less count as equal: what the formula misses
-must not look like a faster card, or whoever prefills most would be sent ever more to prefill."""
 
 ONE_IN = 8
 """Of so many steps that compute no prompt, one is learned from."""
@@ -142,8 +137,9 @@ class ExpectedTtft(HoldingPolicy):
         is_new = book.hear(report) and lasted > 0.0
         # Steps without a prompt are all alike, and there are many.
         if is_new and (work.prefill_tokens or not report.steps % ONE_IN):
-            book.pace.add(lasted, seconds(work, self.costs.costs))
-            self.costs.learn(work, lasted, self._slowness(book, self._usual_pace()))
+            if self.costs.are_settled:
+                book.paces[work.prefill_tokens > 0].add(lasted, seconds(work, self.costs.costs))
+            self.costs.learn(work, lasted, relative_slowness(book.paces, self._usual_paces()))
 
     def on_engines(self, view: LoadView) -> None:  # noqa: ARG002 - looked at when it is needed
         """Indices have moved. A life that is away for a while keeps its books."""
@@ -164,26 +160,18 @@ class ExpectedTtft(HoldingPolicy):
         if not view.changes:
             return
         alone = view.client_count == 1
-        usual = self._usual_pace()
+        usual = self._usual_paces()
         for index in view.changes:
             load, standing = view.load(index), self._standings[index]
             book = self.books.of(load)
             book.stand(standing, load, self.lengths.mean, alone=alone)
-            standing.slowness = self._slowness(book, usual)
+            standing.slowness = relative_slowness(book.paces, usual)
             self._rates[index] = self.rate(standing)
             self.books.trim(load.engine, standing.room.kv_tokens - standing.kv_tokens)
         view.changes.clear()
 
-    def _usual_pace(self) -> float:
-        """That of the middle engine."""
-        paces = sorted(filter(None, (book.pace.slowness for book in self.books)))
-        return paces[len(paces) // 2] if paces else 1.0
-
-    @staticmethod
-    def _slowness(book: Backlog, usual: float) -> float:
-        """How many times as long an engine's steps last as those of the middle one."""
-        slowness = (book.pace.slowness or usual) / usual
-        return 1.0 if 1.0 / ALIKE < slowness < ALIKE else slowness
+    def _usual_paces(self) -> list[float | None]:
+        return usual_paces(book.paces for book in self.books)
 
     def _changed(self, engine: EngineId | None, view: LoadView) -> None:
         if engine is not None and (index := self._indices.get(engine)) is not None:
