@@ -45,6 +45,7 @@ LAYERS = [
         "dpkit.nursery.alarms",
         "dpkit.nursery.context",
         "dpkit.nursery.limits",
+        "dpkit.nursery.meter",
         "dpkit.nursery.services",
         "dpkit.nursery.supervisor",
         "dpkit.nursery.events",
@@ -73,6 +74,7 @@ LAYERS = [
         "dpkit.nursery.membership",
         "dpkit.nursery.gathering",
         "dpkit.nursery.slot",
+        "dpkit.nursery.standing",
         "dpkit.nursery.hosts",
         "dpkit.nursery.launchers",
         "dpkit.nursery.contexts",
@@ -91,7 +93,8 @@ LAYERS = [
         "dpkit.nursery.reload",
         "dpkit.nursery.cluster",
     ],
-    ["dpkit.serve"],
+    ["dpkit.serve", "dpkit.bench"],
+    ["dpkit.observe"],
     ["dpkit.cli", "dpkit.testing", "dpkit._trio"],
 ]
 STRANGERS = {"dpkit.config", "dpkit.engine", "dpkit.balancer"}

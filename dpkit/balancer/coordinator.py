@@ -40,6 +40,9 @@ class CoordinatorStatistics:
     published: int
     """Snapshots sent, those about the wave state alone not counted."""
 
+    published_at: float | None
+    """When the newest of them was sent, on the caller's clock; None: none was."""
+
     unknown_engines: int
     """Messages of engines that do not exist, ignored: the engine had just left."""
 
@@ -215,6 +218,7 @@ class CoordinatorRules:
         """Counts since the start, and the wave state."""
         return CoordinatorStatistics(
             published=self._published,
+            published_at=self._last_publish if self._published else None,
             unknown_engines=self._unknown_engines,
             ended_lives=self._ended_lives,
             out_of_order=self._out_of_order,

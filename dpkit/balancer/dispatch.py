@@ -7,6 +7,7 @@ and charge have no checkpoint between them, so concurrent requests see each othe
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import define
@@ -77,6 +78,7 @@ class Placement:
     engine: EngineId
     charge: Charge
     _known: Known
+    rank: int
 
     @property
     def reason(self) -> Reason:
@@ -92,6 +94,8 @@ class EarlyDispatch:
         self._view = view
         self._policy = policy
         self._rule = policy_name(policy)
+        self.picks: dict[str, Counter[int]] = {}
+        """Requests placed so far, by rule and by rank."""
 
     def __repr__(self) -> str:
         return f"<EarlyDispatch by {self._rule}: {self._ledger!r}>"
@@ -143,7 +147,7 @@ class EarlyDispatch:
         except BaseException:  # a policy's bug must not leave a charge that nobody holds
             charge.release()
             raise
-        return Placement(request, index, engine, charge, known)
+        return self._placement(request, index, charge, known, load.rank)
 
     def release(self, placement: Placement) -> bool:
         """Stop counting a placed request. Idempotent: True the first time, False ever after."""
@@ -198,6 +202,14 @@ class EarlyDispatch:
         except Exception:  # noqa: BLE001 - whatever a policy raises
             _log.exception("policy %s failed in %s(); its picks may be off", self._rule, hook)
 
+    def _placement(
+        self, request: GenerateRequest, index: int, charge: Charge, known: Known, rank: int
+    ) -> Placement:
+        if (picks := self.picks.get(known[0])) is None:
+            picks = self.picks[known[0]] = Counter()
+        picks[rank] += 1
+        return Placement(request, index, charge.engine, charge, known, rank)
+
     def _nowhere(self, request: GenerateRequest, index: int) -> DpkitError:
         return DpkitError(
             f"cannot place request {request.request_id}: policy {self._rule} picked engine "
@@ -229,8 +241,8 @@ class EarlyDispatch:
                 engine=held.engine,
                 request_id=request.request_id,
             )
-        known = _known(HELD, None, self._view.load(index))
-        return Placement(request, index, held.engine, held, known)
+        load = self._view.load(index)
+        return self._placement(request, index, held, _known(HELD, None, load), load.rank)
 
 
 def _nobody(request: GenerateRequest, who: str) -> NoEngineReady:

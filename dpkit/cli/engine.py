@@ -158,7 +158,7 @@ class _Engine:
     def load(self) -> Loaded:
         """Load the model; takes as long as that takes."""
         group = self.group
-        model = load_model(group.model, dtype=group.dtype, quant=group.quant)
+        model = load_model(group.model, dtype=group.dtype, quant=group.quant, device=group.device)
         model.threads_per_engine = max(1, len(os.sched_getaffinity(0)) // self.count)
         limits = limits_of(group, model.spec)
         return Loaded(model=model, limits=limits, dtype=_dtype(group))
@@ -170,7 +170,7 @@ def _dtype(group: EngineGroupConfig) -> str:
         return "float32"
     from dpkit.engine.models.torch.precision import resolve_dtype  # noqa: PLC0415 - costs numpy
 
-    return resolve_dtype(group.dtype, group.quant).value
+    return resolve_dtype(group.dtype, group.quant, group.device).value
 
 
 async def _serve(place: Place, engine: _Engine, lifeline: bool) -> int:

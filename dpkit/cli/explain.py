@@ -165,7 +165,8 @@ def _weights(group: GroupFacts) -> str:
     if group.computed_in is None:
         return ""
     by_itself = " (auto)" if group.dtype == "auto" else ""
-    return f", computed in {group.computed_in}{by_itself}{quantised}"
+    where = "" if group.device == "cpu" else f" on {group.device}"
+    return f", computed in {group.computed_in}{by_itself}{where}{quantised}"
 
 
 def _memory(kv: KvFacts | None) -> str:

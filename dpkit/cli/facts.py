@@ -51,6 +51,7 @@ class GroupFacts:
     start_with: tuple[str, ...]  # commands, of that kind; any one of them
     dtype: str
     quant: str
+    device: str
     computed_in: str | None  # what `dtype` comes to on this machine, of a model with weights
     prefix_cache: bool
     max_num_seqs: int | None
@@ -89,6 +90,7 @@ def group_facts(group: EngineGroupConfig, file: str, first: int) -> GroupFacts:
         start_with=tuple(commands(file, group, first)) if joins else (),
         dtype=group.dtype.value,
         quant=group.quant.value,
+        device=group.device,
         computed_in=_computed_in(group),
         prefix_cache=group.kv.prefix_cache,
         max_num_seqs=limits.max_num_seqs if limits else scheduler.max_num_seqs,
@@ -138,7 +140,7 @@ def _computed_in(group: EngineGroupConfig) -> str | None:
         return None
     from dpkit.engine.models.torch.precision import resolve_dtype  # noqa: PLC0415 - as in _spec
 
-    return resolve_dtype(group.dtype, group.quant).value
+    return resolve_dtype(group.dtype, group.quant, group.device).value
 
 
 def _spec(group: EngineGroupConfig) -> ModelSpec | None:
@@ -154,7 +156,7 @@ def _spec(group: EngineGroupConfig) -> ModelSpec | None:
     from dpkit.engine.models.torch.spec import model_spec  # noqa: PLC0415
 
     path = locate(model)
-    dtype = resolve_dtype(group.dtype, group.quant)
+    dtype = resolve_dtype(group.dtype, group.quant, group.device)
     return model_spec(read_shape(path, read_model_config(path)), dtype=dtype)
 
 

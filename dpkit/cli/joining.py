@@ -53,21 +53,30 @@ def how_to_start(group: EngineGroupConfig, start_with: Sequence[str]) -> Iterato
     if port == "PORT":
         yield '  The port is picked at the start; log.level = "info" tells it.'
     first, *others = start_with
+    meets_at = group.vllm.rendezvous
+    if meets_at is not None:
+        yield f"  Rank 0 is to be where {meets_at} is, and the four ports after that must be free."
     yield "  Where it is to be, and the model called as it is called there, start"
     yield f"    {first}"
+    so_that = ", so that one that dies takes no other with it" if meets_at is None else ""
     for other in others:
-        last = group.count - 1
-        yield f"  or, for each RANK from 0 to {last}, so that one that dies takes no other with it,"
+        yield f"  or, for each RANK from 0 to {group.count - 1}{so_that},"
         yield f"    {other}"
 
 
 def on_loss(group: EngineGroupConfig) -> str:
     """When an engine counts as lost, and what is done then."""
-    return (
+    lost = (
         "an engine is lost when its connection drops, when it says so, or when it leaves a "
-        f"question unanswered for {show_duration(group.vllm.dead_after)}. It is waited for, for as "
-        "long as it takes: whoever runs it starts it again."
+        f"question unanswered for {show_duration(group.vllm.dead_after)}."
     )
+    if group.vllm.rendezvous is not None:
+        return (
+            f"{lost} All others are lost with it, as they step together, and all are waited for, "
+            "for as long as it takes: whoever runs them ends those that are left, and starts all "
+            "again."
+        )
+    return f"{lost} It is waited for, for as long as it takes: whoever runs it starts it again."
 
 
 def _them(group: EngineGroupConfig) -> str:

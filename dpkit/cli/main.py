@@ -29,6 +29,7 @@ _COMMANDS = {
     "run": "Bring a cluster up and answer prompts.",
     "engine": "Be one engine, for frontends that speak vLLM's wire.",
     "coordinator": "Tell frontends the load of engines that speak vLLM's wire.",
+    "bench": "Put load on a server, or on a cluster, and say how it did.",
     "check": "Say all that is wrong with a config; start nothing.",
     "explain": "Say in plain words what a config does; start nothing.",
     "config": "Show what a config comes to.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, define
 
@@ -13,9 +13,10 @@ from dpkit.cli.words import plural, show_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from attrs import Attribute
+
     from dpkit.messages import Completion
-    from dpkit.nursery.cluster import ClusterStatistics
-    from dpkit.nursery.slot import EngineStatistics, EngineTotals
+    from dpkit.nursery.standing import ClusterStatistics, EngineStatistics, EngineTotals
 
 _MOST_ROWS = 32  # engines that fill a screen; of more, a row for each group
 
@@ -74,7 +75,7 @@ def json_report(cluster: ClusterStatistics, tally: Tally) -> str:
             "engine": engine.engine.name,
             "model": engine.model,
             **asdict(engine.core),
-            **asdict(engine.totals),
+            **asdict(engine.totals, filter=_is_a_count),
             "restarts": engine.restarts,
         }
         for engine in cluster.engines
@@ -98,6 +99,10 @@ def table_report(cluster: ClusterStatistics, tally: Tally) -> str:
     ):  # written by us: rich would end the process at a closed pipe
         console.print(table)
     return f"{captured.get()}{_summary(tally)}\n"
+
+
+def _is_a_count(attribute: Attribute[Any], _value: object) -> bool:
+    return attribute.name != "measured"
 
 
 def _rows(engines: tuple[EngineStatistics, ...]) -> Iterator[tuple[str, ...]]:

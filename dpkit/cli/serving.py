@@ -22,6 +22,7 @@ from dpkit.errors import ClusterNotStarted
 from dpkit.names import Cause
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.services import open_services
+from dpkit.observe import Metrics
 from dpkit.serve.bodies import log_body
 from dpkit.serve.front import Front
 from dpkit.serve.listeners import ListenFailed
@@ -71,7 +72,9 @@ class Serving(Running):
         Raises:
             ClusterNotStarted: the address cannot be had; no engine was started.
         """
-        front = Front(self.config.server, reload=self.reload)
+        metrics = Metrics()
+        front = Front(self.config.server, reload=self.reload, metrics=metrics)
+        metrics.watch(front)
         front.observers.append(self._count)
         tracing = self._tracing(front)
         try:
@@ -84,6 +87,7 @@ class Serving(Running):
             outer.start_soon(self._serve_http, service, name="http")
             say(starting(self.config))
             async with open_cluster(self.config) as self.cluster:
+                metrics.use(self.cluster)
                 front.use(self.cluster)
                 self.signals.serving = True
                 with _short_pauses():

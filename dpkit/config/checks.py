@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CLASS_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 _TCP_ADDRESS = re.compile(r"tcp://(?P<host>\*|[\w.-]+|\[[0-9A-Fa-f:.%]+\]):(?P<port>\*|\d{1,5})")
+EVERY_HOST = {"*", "0.0.0.0", "[::]", "::"}  # noqa: S104 - compared with, not listened at
+_LAST_MEETING_PORT = 2**16 - 5
 _CLASS_PATH = re.compile(CLASS_PATH, re.ASCII)
 _PLAIN_MODEL = re.compile(r"\w[\w.-]*", re.ASCII)
 _KINDS = {
@@ -103,6 +105,15 @@ class MadeOf:
             raise BadValue(f"must be made of {self.words}, got {quote(value)}", key=attribute.name)
 
 
+class Spelt(MadeOf):
+    """The whole text is one of those that the pattern allows, which `words` list."""
+
+    def __call__(self, _instance: object, attribute: Attribute[Any], value: str) -> None:
+        """Raise `BadValue` unless the whole value matches."""
+        if re.fullmatch(self.pattern, value, re.ASCII) is None:
+            raise BadValue(f"must be {self.words}, got {quote(value)}", key=attribute.name)
+
+
 def at_least_one_table(_instance: object, attribute: Attribute[Any], value: Sized) -> None:
     """An array of tables is not empty."""
     if not value:
@@ -141,6 +152,20 @@ def host_and_port(address: str) -> tuple[str, str]:
     """Take apart what `tcp_address` lets through."""
     match = _TCP_ADDRESS.fullmatch(address)
     return ("", "") if match is None else (match["host"], match["port"])
+
+
+def rendezvous(_instance: object, attribute: Attribute[Any], value: str) -> None:
+    """``HOST:PORT`` of another host, where others listen, at the four ports after it as well."""
+    host, port = meeting_point(value)
+    if host in EVERY_HOST or not 0 < port <= _LAST_MEETING_PORT:
+        problem = f"expected HOST:PORT, such as '10.0.0.2:29560', got {quote(value)}"
+        raise BadValue(problem, key=attribute.name)
+
+
+def meeting_point(value: str) -> tuple[str, int]:
+    """Take apart what `rendezvous` lets through: a host as sockets know it, and a port."""
+    host, port = host_and_port(f"tcp://{value}")
+    return (host.strip("[]"), int(port)) if port.isdecimal() else ("*", 0)
 
 
 def writable_path(_instance: object, attribute: Attribute[Any], value: str) -> None:

@@ -7,7 +7,7 @@ A part of the schema (`dpkit.config.schema`), by the same rules.
 from attrs import field, frozen
 from attrs.validators import optional
 
-from dpkit.config.checks import Between, MadeOf, model_name, tcp_address
+from dpkit.config.checks import Between, MadeOf, Spelt, model_name, rendezvous, tcp_address
 from dpkit.config.reasons import why
 from dpkit.config.units import Bytes, Seconds, show_duration, show_size
 from dpkit.names import (
@@ -184,6 +184,14 @@ class VllmConfig:
             "they cannot use as it stands."
         ),
     )
+    rendezvous: str | None = field(
+        default=None,
+        validator=optional(rendezvous),
+        metadata=why(
+            "Only for engines that step together: where rank 0 listens for the others, an address "
+            "of its host, at this port and the four after it. All are told."
+        ),
+    )
     join_timeout: Seconds = field(
         default=600.0,
         validator=Between(0.001, 86_400.0, show=show_duration),
@@ -260,6 +268,14 @@ class EngineGroupConfig:
         metadata=why(
             "Weights as they are. Decoding waits for weights to be read: four bits are faster and "
             "a little less exact. For models with weights only."
+        ),
+    )
+    device: str = field(
+        default="cpu",
+        validator=Spelt("cpu|cuda(:[0-9]+)?", '"cpu", "cuda" or "cuda:N"'),
+        metadata=why(
+            "There is always one. Engines that are tasks share one copy of the weights on it. For "
+            "models with weights only."
         ),
     )
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)

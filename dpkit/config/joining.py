@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from dpkit.config.checks import BadValue, host_and_port, quote
+from dpkit.config.checks import EVERY_HOST, BadValue, host_and_port, quote
 from dpkit.config.groups import (
     EngineGroupConfig,
     KvConfig,
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from dpkit.config.rules import Groups, Path, Table
 
-EVERY_HOST = {"*", "0.0.0.0", "[::]"}  # noqa: S104 - compared with, not listened at
-
 _OWN = "is the engine's own affair: say it to whoever starts the engine"
 _NO_RESTARTS = "an engine that joins is not given up, but waited for"
 _SILENCE = "an engine that joins is told by its silence: engines.vllm.dead_after"
@@ -42,9 +40,7 @@ def joining(groups: Groups, coordinator: Table) -> Iterator[tuple[Path, str]]:
         if kind == EngineKind.VLLM:
             yield from _no_address(group.get("vllm", {}), at)
             yield from _not_ours(group, at)
-            if coordinator.get("wave_coordination"):
-                message = f"engines.{index} join, and are told of no waves; leave it out"
-                yield ("coordinator", "wave_coordination"), message
+            yield from _no_rendezvous(group, coordinator, at)
         elif kind is not None:
             for key in _given(group.get("vllm"), VllmConfig):
                 message = f"engines of kind {quote(str(kind))} do not join"
@@ -56,8 +52,7 @@ def _no_address(table: Table | None, at: Path) -> Iterator[tuple[Path, str]]:
     if table is None:
         return
     if (address := table.get("handshake")) is None:
-        # A table that was made in Python has all keys; in a file, None stands for what was wrong.
-        if "handshake" not in table or len(table) == len(attrs.fields(VllmConfig)):
+        if _is_left_out(table, "handshake"):
             message = 'engines of kind "vllm" join at an address of this machine; write for example'
             yield (*at, "vllm", "handshake"), f'{message} handshake = "tcp://10.0.0.1:29550"'
     elif table.get("host") is None and host_and_port(address)[0] in EVERY_HOST:
@@ -65,8 +60,32 @@ def _no_address(table: Table | None, at: Path) -> Iterator[tuple[Path, str]]:
         yield (*at, "vllm", "host"), f"{message}; say by which host they reach this machine"
 
 
+def _no_rendezvous(group: Table, coordinator: Table, at: Path) -> Iterator[tuple[Path, str]]:
+    """Ranks that step together meet at the first of them, which is not where dpkit is."""
+    table, count = group.get("vllm"), group.get("count", 1)
+    if table is None or count is None:
+        return
+    waves = coordinator.get("wave_coordination", False)
+    if table.get("rendezvous") is not None:
+        if waves is False or (waves and count == 1):
+            message = "engines meet only if several step together (coordinator.wave_coordination)"
+            yield (*at, "vllm", "rendezvous"), f"{message}; leave it out"
+    elif waves and count > 1 and _is_left_out(table, "rendezvous"):
+        message = "engines that step together (coordinator.wave_coordination) meet at the first one"
+        example = 'rendezvous = "10.0.0.2:29560"'
+        yield (*at, "vllm", "rendezvous"), f"{message}; write for example {example}"
+
+
+def _is_left_out(table: Table, key: str) -> bool:
+    """Whether a key was not written.
+
+    A table that was made in Python has all keys; in a file, None stands for what was wrong.
+    """
+    return key not in table or len(table) == len(attrs.fields(VllmConfig))
+
+
 def _not_ours(group: Table, at: Path) -> Iterator[tuple[Path, str]]:
-    for key in _given(group, EngineGroupConfig, {"dtype", "quant"}):
+    for key in _given(group, EngineGroupConfig, {"dtype", "quant", "device"}):
         yield (*at, key), f"{_OWN}; leave it out"
     for table, kind in (("scheduler", SchedulerConfig), ("kv", KvConfig)):
         for key in _given(group.get(table), kind):

@@ -1,4 +1,4 @@
-"""Rules for a group of processes that steps together, over plain tables like `rules`.
+"""Rules for a group of engines that steps together, over plain tables like `rules`.
 
 Its engines cannot do without one another, so they begin and end together; and since a wave goes
 through all of them, a cluster has one such group and nothing beside it.
@@ -22,8 +22,9 @@ def lockstep(groups: Groups, coordinator: Table) -> Iterator[tuple[Path, str]]:
     for index, group in groups:
         at: Path = ("engines", index, "supervision", "strategy")
         strategy = (group.get("supervision") or {}).get("strategy", Strategy.ONE_FOR_ONE)
-        is_process = group.get("kind", EngineKind.LOCAL) == EngineKind.PROCESS
-        if not is_process or not coordinator.get("wave_coordination"):
+        kind = group.get("kind", EngineKind.LOCAL)
+        is_apart = kind in {EngineKind.PROCESS, EngineKind.VLLM}
+        if not is_apart or not coordinator.get("wave_coordination"):
             if (
                 strategy == Strategy.ALL_BUT_ONE
                 and coordinator.get("wave_coordination", 0) is not None
@@ -37,4 +38,7 @@ def lockstep(groups: Groups, coordinator: Table) -> Iterator[tuple[Path, str]]:
         count = group.get("count", 1)
         if count is not None and count > 1 and strategy == Strategy.ONE_FOR_ONE:
             message = "engines that step together (coordinator.wave_coordination) restart together"
+            yield at, f"{message}; write {quote(Strategy.ONE_FOR_ALL.value)}"
+        elif kind == EngineKind.VLLM and strategy == Strategy.ALL_BUT_ONE:
+            message = "engines that join were told by whoever started them how many they are"
             yield at, f"{message}; write {quote(Strategy.ONE_FOR_ALL.value)}"

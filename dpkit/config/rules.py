@@ -14,7 +14,7 @@ from dpkit.config.joining import joining
 from dpkit.config.lockstep import lockstep
 from dpkit.config.units import parse_duration, show_duration
 from dpkit.errors import ConfigError
-from dpkit.names import Dtype, Quant
+from dpkit.names import Dtype, EngineKind, Quant, StartMethod
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +49,7 @@ def conflicts(config: Table) -> Iterator[tuple[Path, str]]:
         yield from _too_small_a_step(group.get("scheduler") or {}, ("engines", index, "scheduler"))
         yield from _no_weights(group, ("engines", index))
         yield from _int4_in_float32(group, ("engines", index))
+        yield from _not_on_a_gpu(group, ("engines", index))
         supervision = group.get("supervision") or {}
         at = ("engines", index, "supervision")
         yield from _at_most(supervision, at, ("backoff", 0.1), ("backoff_max", 10.0))
@@ -83,7 +84,7 @@ def _no_weights(group: Table, at: Path) -> Iterator[tuple[Path, str]]:
     model = group.get("model")
     if model is None or has_weights(model):
         return
-    for key, default in (("dtype", Dtype.AUTO), ("quant", Quant.NONE)):
+    for key, default in (("dtype", Dtype.AUTO), ("quant", Quant.NONE), ("device", "cpu")):
         if group.get(key) not in {None, default}:
             message = f"model {quote(model)} has no weights that dpkit loads"
             yield (*at, key), f"{message}; leave {key} out"
@@ -93,6 +94,17 @@ def _int4_in_float32(group: Table, at: Path) -> Iterator[tuple[Path, str]]:
     if group.get("quant") == Quant.INT4 and group.get("dtype") == Dtype.FLOAT32:
         message = "int4 weights are computed in bfloat16, not in float32"
         yield (*at, "dtype"), f"{message}; leave dtype out"
+
+
+def _not_on_a_gpu(group: Table, at: Path) -> Iterator[tuple[Path, str]]:
+    if group.get("device") in {None, "cpu"}:
+        return
+    if group.get("quant") == Quant.INT4:
+        yield (*at, "quant"), "int4 weights are computed on a CPU only; leave quant out"
+    start = (group.get("process") or {}).get("start", StartMethod.FORK)
+    if group.get("kind") == EngineKind.PROCESS and start == StartMethod.FORK:
+        message = "CUDA cannot be used in a fork of a process that has used it"
+        yield (*at, "device"), f'{message}; write start = "spawn" in engines.process'
 
 
 def _same_name(groups: Groups) -> Iterator[tuple[Path, str]]:

@@ -289,10 +289,10 @@ class Config:
             raise Conflict(found)
 
     def steps_together(self, group: EngineGroupConfig) -> bool:
-        """Whether the engines of one of its groups step together, in waves: processes do."""
+        """Whether the engines of one of its groups step together, in waves: tasks here do not."""
         return (
             self.coordinator.wave_coordination
-            and group.kind is EngineKind.PROCESS
+            and group.kind is not EngineKind.LOCAL
             and group.count > 1
         )
 

@@ -45,6 +45,7 @@ class EngineCoreStatistics:
     preemptions: int
     prefix_hit_tokens: int  # tokens that need not be computed, after a preemption too
     steps_halved: int  # for want of memory
+    prefix_query_tokens: int = 0  # looked for in the cache, found or not
 
 
 class EngineCore:

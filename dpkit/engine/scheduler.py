@@ -45,6 +45,7 @@ class Counters:
     prompt_tokens: int = 0  # of requests that gave a first token
     output_tokens: int = 0
     preemptions: int = 0
+    prefix_query_tokens: int = 0  # looked for in the cache, likewise
     prefix_hit_tokens: int = 0  # taken from the cache, after a preemption too
     peak_kv_usage: float = 0.0
     steps_halved: int = 0  # for want of memory
@@ -203,6 +204,7 @@ class Scheduler:
             return False
         request.block_ids = hits + fresh
         request.num_computed = len(hits) * size
+        self.counters.prefix_query_tokens += self.limits.prefix_cache * len(request.token_ids)
         self.counters.prefix_hit_tokens += request.num_computed
         return True
 

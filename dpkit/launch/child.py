@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def prepare(model: str, dtype: str, quant: str, lockstep: bool = False) -> Model:
+def prepare(
+    model: str, dtype: str, quant: str, device: str = "cpu", lockstep: bool = False
+) -> Model:
     """Load the model that the engines of this zygote share.
 
     Args:
         model: Its name.
         dtype: As a config has it.
         quant: Likewise.
+        device: Likewise.
         lockstep: Whether the engines step together: what they vote by is imported here, once.
 
     Raises:
@@ -46,7 +49,7 @@ def prepare(model: str, dtype: str, quant: str, lockstep: bool = False) -> Model
     """
     if lockstep:
         import_ballots()
-    return load_model(model, dtype=Dtype(dtype), quant=Quant(quant))
+    return load_model(model, dtype=Dtype(dtype), quant=Quant(quant), device=device)
 
 
 def work(

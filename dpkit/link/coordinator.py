@@ -96,6 +96,7 @@ class WireCoordinator:
         await_engines: int | None,
         whose: Callable[[int], EngineId | None],
         tell: Callable[[Snapshot], object],
+        heed: Callable[[int, SchedulerStats], object],
     ) -> None:
         self.rules = rules
         self.addresses = sockets.addresses
@@ -104,6 +105,7 @@ class WireCoordinator:
         self._await_engines = await_engines
         self._whose = whose
         self._tell = tell
+        self._heed_counts = heed
         self._engines = self._clients = self._received = 0
         self._ignored = _Oddities("the coordinator cannot understand what was said to it")
         self._unknown = _Oddities("the coordinator heard of an engine that is not in its table")
@@ -181,6 +183,7 @@ class WireCoordinator:
         row = (counts.num_waiting_reqs, counts.num_running_reqs, counts.kv_cache_usage)
         step = (counts.current_wave, counts.step_counter)
         self.rules.on_counts(now, rank, engine, row, step)
+        self._heed_counts(rank, counts)
 
     def _on_wave(self, now: float, envelope: Envelope) -> None:
         complete, start = envelope.wave_complete, envelope.start_wave
@@ -329,6 +332,7 @@ async def open_coordinator(
     await_engines: int | None = None,
     whose: Callable[[int], EngineId | None] = lambda _: _ANYBODY,
     tell: Callable[[Snapshot], object] = lambda _: None,
+    heed: Callable[[int, SchedulerStats], object] = lambda *_: None,
 ) -> AsyncGenerator[WireCoordinator]:
     """Bind the sockets of a coordinator; `run` it inside.
 
@@ -341,6 +345,7 @@ async def open_coordinator(
         whose: Says which life the counts of a rank are of; None: of none, so they are passed over.
             For rules that are told of lives.
         tell: Called with each snapshot that goes out, for clients on this side of the wire.
+        heed: Called with the rank and the counts of each engine that tells some, as it does.
 
     Resource handling:
         Leaving the block closes the sockets at once. Peers notice, and come back by themselves when
@@ -351,7 +356,9 @@ async def open_coordinator(
         AddressFailed: one of the addresses cannot be bound.
     """
     async with open_coordinator_sockets(context, bind) as sockets:
-        yield WireCoordinator(rules, sockets, await_engines=await_engines, whose=whose, tell=tell)
+        yield WireCoordinator(
+            rules, sockets, await_engines=await_engines, whose=whose, tell=tell, heed=heed
+        )
 
 
 async def serve_coordinator(

@@ -95,6 +95,9 @@ class ForeignConnection(WireConnection):
         """It has said that it takes nothing new."""
         self.asked_at: float | None = None
         """When the question was asked that has no answer yet."""
+        self.newest_step: Callable[[], tuple[int, int]] | None = None
+        """Of engines that step together: the newest wave and step of any of them. vLLM's tell it
+        with what their coordinator hears, and not beside outputs."""
         self._on_leaving = on_leaving
         self._limits = limits
         self._spec = spec
@@ -154,6 +157,7 @@ class ForeignConnection(WireConnection):
                     extra=about(request_id=wire_id, engine=self.engine),
                 )
             self.unacknowledged += 1
+            self.meter.forget(wire_id)
             self._settle(wire_id)
 
     def ask(self) -> None:
@@ -206,10 +210,15 @@ class ForeignConnection(WireConnection):
         stats = None if isinstance(message, EngineDead) else message.scheduler_stats
         if stats is None:
             raise WireError(
-                f"engine {self.engine} steps together with others, or tells its coordinator what "
-                "no engine does that steps by itself",
+                f"engine {self.engine} steps together with others (then write "
+                "coordinator.wave_coordination = true), or tells its coordinator what no engine "
+                "does that steps by itself",
                 engine=self.engine,
             )
+        self.take_load(stats)
+
+    def take_load(self, stats: SchedulerStats) -> None:
+        """Take in the engine's load, as it has told a coordinator."""
         self.stats = stats
         self._on_stats(stats)
 
@@ -223,16 +232,22 @@ class ForeignConnection(WireConnection):
             call.answered.set()
 
     def _take_batch(self, envelope: Envelope) -> Iterator[None]:
+        if self.newest_step is not None and (stats := envelope.scheduler_stats) is not None:
+            wave, step = self.newest_step()
+            envelope.scheduler_stats = replace(stats, current_wave=wave, step_counter=step)
         for output in envelope.outputs:
             if (held := self._held.get(output.request_id)) is not None:
                 self._count(output, held)
+        stats = envelope.scheduler_stats
+        if stats is not None and (prefixes := stats.prefix_cache_stats) is not None:
+            self._counts.prefix_query_tokens += prefixes.queries
+            self._counts.prefix_hit_tokens += prefixes.hits
         return super()._take_batch(envelope)
 
     def _count(self, output: WireOutput, held: Held) -> None:
         report = self._counts
         report.output_tokens += len(output.new_token_ids)
-        if output.new_token_ids and not held.begun:
-            held.begun = True
+        if output.new_token_ids and not held.begun:  # which `super()` notes
             report.prompt_tokens += len(held.asked.prompt_token_ids or ())
         report.requests_finished += output.finish_reason in {FinishCode.STOP, FinishCode.LENGTH}
 

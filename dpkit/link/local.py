@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dpkit.messages import EngineId, GenerateRequest
     from dpkit.nursery.inbox import Deliver, Inbox
+    from dpkit.nursery.meter import Meter
 
 
 class LocalLink:
@@ -16,12 +17,16 @@ class LocalLink:
         engine: The incarnation at the other end.
         inbox: Its input.
         deliver: Where its outputs go: a client's `deliver`.
+        meter: Told of aborts; None: nobody measures them.
     """
 
-    def __init__(self, engine: EngineId, inbox: Inbox, deliver: Deliver) -> None:
+    def __init__(
+        self, engine: EngineId, inbox: Inbox, deliver: Deliver, meter: Meter | None = None
+    ) -> None:
         self.engine = engine
         self._inbox = inbox
         self._deliver = deliver
+        self._meter = meter
 
     def __repr__(self) -> str:
         return f"<LocalLink to {self.engine}>"
@@ -32,4 +37,6 @@ class LocalLink:
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to drop a request; unknown ids are ignored."""
-        self._inbox.abort(request_id, self._deliver)
+        was_queued = self._inbox.abort(request_id, self._deliver)
+        if self._meter is not None and not was_queued:
+            self._meter.abort(request_id)

@@ -18,6 +18,7 @@ from dpkit.errors import EngineLost, RequestRejected, WireError
 from dpkit.link.progress import Progress
 from dpkit.messages import EngineOutput
 from dpkit.names import FinishReason
+from dpkit.nursery.meter import Meter
 from dpkit.wire.codec import (
     Abort,
     Add,
@@ -63,7 +64,7 @@ class Held:
     link: ZmqLink
     asks_logprobs: bool
     begun: bool = False
-    """Whether it has given a token, for whoever counts that."""
+    """Whether it has given a token."""
 
 
 class WireConnection:
@@ -102,6 +103,8 @@ class WireConnection:
         self.current_wave = 0
         """Of engines that step together: the newest that is known here; requests say it."""
         self.progress = Progress()
+        self.meter = Meter()
+        """Told of every step that tells of requests here, and of every abort."""
         self.report: EngineReport | None = None
         """What the engine has done, if it is counted here: dpkit's engines say it themselves."""
         self.late_outputs = 0
@@ -175,9 +178,11 @@ class WireConnection:
         if self._held.pop(wire_id, None) is None:
             return
         self._aborting.add(wire_id)
+        self.meter.abort(wire_id)
         try:
             self._send(encode_input(Abort((wire_id,))), wire_id)
         except EngineLost:  # gone, and the request with it; whoever watches the process says so
+            self.meter.forget(wire_id)
             self._settle(wire_id)
 
     def ask_progress(self) -> None:
@@ -232,11 +237,18 @@ class WireConnection:
             self.stats = envelope.scheduler_stats
             self.progress.counted(self.stats.step_counter)
         engine, find = self.engine, self._held.get
+        tokens, prompts = len(envelope.outputs), list[int]()
         for number, output in enumerate(envelope.outputs, start=1):
             held = find(output.request_id)
             if held is None:
                 self._take_late(output.request_id)
-            elif output.finish_reason is not None or held.asks_logprobs:
+                tokens -= 1
+                continue
+            if not held.begun:
+                held.begun = bool(output.new_token_ids)
+                tokens -= not held.begun
+                prompts += [len(held.asked.prompt_token_ids or ())] * held.begun
+            if output.finish_reason is not None or held.asks_logprobs:
                 self._take_output(output, held)
             else:  # what comes for every token, so it goes the shortest way
                 told = EngineOutput(request_id=held.request_id, token_ids=output.new_token_ids)
@@ -245,6 +257,7 @@ class WireConnection:
                 yield
                 if self._is_lost:  # meanwhile, and all have been told
                     return
+        self.meter.step(tokens, prompts)
         for wire_id in envelope.finished_requests or ():
             self._take_end(wire_id)
         if envelope.scheduler_stats is not None:
@@ -291,6 +304,7 @@ class WireConnection:
 
     def _settle(self, wire_id: str) -> None:
         self._aborting.discard(wire_id)
+        self.meter.freed((wire_id,))
         self._note_idle()
 
     def _note_idle(self) -> None:
@@ -303,6 +317,7 @@ class WireConnection:
         held = list(self._held.values())
         self._held.clear()
         self._aborting.clear()
+        self.meter.end()
         for each in held:
             error = EngineLost(
                 f"engine {self.engine} was lost while it held request {each.request_id}: {said}",

@@ -16,6 +16,7 @@ from dpkit.balancer.dispatch import EarlyDispatch
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
+from dpkit.config.checks import meeting_point
 from dpkit.engine.core import EngineCore
 from dpkit.engine.models import (
     load_face,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from dpkit.nursery.life import MakeLife
     from dpkit.nursery.membership import Membership
 
-    ModelKey = tuple[EngineKind, str, Dtype, Quant]
+    ModelKey = tuple[EngineKind, str, Dtype, Quant, str]
     Models = Mapping[ModelKey, Model | ModelFace]
 
 _BEFORE_THE_HEAD = 0.9
@@ -59,7 +60,7 @@ not come, which its head does not."""
 
 def model_key(group: EngineGroupConfig) -> ModelKey:
     """What makes two groups share what was loaded here."""
-    return group.kind, group.model, group.dtype, group.quant
+    return group.kind, group.model, group.dtype, group.quant, group.device
 
 
 async def load_models(config: Config) -> Models:
@@ -72,12 +73,12 @@ async def load_models(config: Config) -> Models:
     """
     models: dict[ModelKey, Model | ModelFace] = {}
     for key in dict.fromkeys(map(model_key, config.engines)):
-        kind, name, dtype, quant = key
+        kind, name, dtype, quant, device = key
         if kind is EngineKind.VLLM:
             load = partial(load_served, name)
         else:
             loader = load_model if kind is EngineKind.LOCAL else load_face
-            load = partial(loader, name, dtype=dtype, quant=quant)
+            load = partial(loader, name, dtype=dtype, quant=quant, device=device)
         # Weights take seconds, hence the thread. But while one works, a virtual clock sees nothing
         # to wait for and jumps to the next deadline: what is simulated must use none.
         models[key] = load() if loads_at_once(name) else await trio.to_thread.run_sync(load)
@@ -172,14 +173,24 @@ class Builder:
         from dpkit.nursery.gathering import Gathering  # noqa: PLC0415 - ZeroMQ only where needed
 
         if group.name not in self._gatherings:
-            host = self._launchers.host(group, lockstep=True)
-            transport = group.process.transport
+            joins = group.kind is EngineKind.VLLM
             self._gatherings[group.name] = Gathering(
-                bind=lambda: host.addresses(transport),
+                bind=self._joined_binding(group) if joins else self._local_binding(group),
                 interval=self._config.coordinator.interval,
                 on_waves=self._on_waves,
+                place=meeting_point(group.vllm.rendezvous or "") if joins else None,
             )
         return self._gatherings[group.name]
+
+    def _joined_binding(self, group: EngineGroupConfig) -> Callable[[], tuple[str, str, str]]:
+        from dpkit.wire.coordinator import LOOPBACK  # noqa: PLC0415 - ZeroMQ only where needed
+
+        desk = self._launchers.desk(group)
+        return lambda: (desk.any_port, desk.any_port, LOOPBACK)  # clients are on this side
+
+    def _local_binding(self, group: EngineGroupConfig) -> Callable[[], tuple[str, str, str]]:
+        host, transport = self._launchers.host(group, lockstep=True), group.process.transport
+        return lambda: host.addresses(transport)
 
     def _lives_of(self, group: EngineGroupConfig) -> MakeLife:
         model = self._models[model_key(group)]
@@ -244,6 +255,7 @@ class Builder:
         from dpkit.nursery.joined import JoinedLife  # noqa: PLC0415 - ZeroMQ only where needed
 
         desk = self._launchers.desk(group)
+        gathering = self._gathering(group) if self._config.steps_together(group) else None
         spec = self._models[model_key(group)].spec
 
         def make(engine: EngineId, rank: int, on_lost: Callable[[Exception], None]) -> JoinedLife:
@@ -252,6 +264,7 @@ class Builder:
                 index=rank,
                 rank=number,
                 desk=desk,
+                gathering=gathering,
                 spec=spec,
                 model=group.model,
                 publish=self._publish,

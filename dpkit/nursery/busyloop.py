@@ -19,6 +19,7 @@ from dpkit.messages import EngineOutput, EngineStats, StepReport
 from dpkit.names import FinishReason
 from dpkit.nursery.handout import HandOut
 from dpkit.nursery.inbox import duplicate
+from dpkit.nursery.meter import Meter
 from dpkit.nursery.runner import Patience, open_runner
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class BusyLoop:
         """Why this life is over, once it is lost."""
         self._index = index
         self._model = model
+        self.meter = Meter()
         self._publish = publish
         self._gate = gate
         self._on_lost = on_lost
@@ -152,7 +154,9 @@ class BusyLoop:
                 if (result := await self._execute(runner, batch)) is None:
                     continue
                 self._steps += 1
-                await self._hand_out.run(self.core.apply(batch, result))
+                outputs = self.core.apply(batch, result)
+                self.meter.step(len(outputs), _first_prompts(batch))
+                await self._hand_out.run(outputs)
                 self._publish_if_changed()
                 self._flush(())
             elif self.core.has_requests():
@@ -214,6 +218,7 @@ class BusyLoop:
     def _drain(self) -> Sequence[str]:
         drained = self.inbox.drain()
         self.core.abort(drained.aborts)
+        self.meter.freed(drained.aborts)
         for request_id in drained.aborts:
             self._deliver.pop(request_id, None)
         for request, deliver in drained.requests:
@@ -254,6 +259,7 @@ class BusyLoop:
         said = reason(cause)
         held = [each for each in self._deliver.items() if not self.inbox.is_aborted(each[0])]
         self._deliver.clear()
+        self.meter.end()
         queued = self.inbox.drain().requests  # perhaps with an id of the former, of another client
         held += ((request.request_id, deliver) for request, deliver in queued)
         for request_id, deliver in held:
@@ -287,7 +293,7 @@ class BusyLoop:
 
     def link(self, deliver: Deliver) -> LocalLink:
         """A link to this life for one client."""
-        return LocalLink(self.engine, self.inbox, deliver)
+        return LocalLink(self.engine, self.inbox, deliver, self.meter)
 
     def close(self) -> None:
         """Take nothing new, and end when what is there is finished."""
@@ -368,6 +374,17 @@ class BusyLoop:
                     report=self.report(),
                 )
             )
+
+
+def _first_prompts(batch: Batch) -> list[int]:
+    """Lengths of the prompts whose first output token a step samples."""
+    prompts = []
+    for row in reversed(batch.rows):  # decodes come first, and there are many of them
+        if row.is_decode:
+            break
+        if row.output_index == 0:
+            prompts.append(len(row.prompt_token_ids))
+    return prompts
 
 
 def _failed(request_id: str, error: Exception) -> EngineOutput:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dpkit.messages import Completion, EngineId, SamplingParams
     from dpkit.nursery.flight import RequestStatistics
     from dpkit.nursery.flights import Flights
+    from dpkit.nursery.meter import Counted
     from dpkit.nursery.prompts import Prompt
     from dpkit.nursery.requests import Asked, RequestOptions
     from dpkit.nursery.submission import Sink
@@ -60,6 +61,10 @@ class ClientStatistics:
     """Outputs that arrived after the release, or from another life of an engine; dropped."""
     sinks_failed: int
     """Sinks of submissions that raised; their requests ended with that."""
+    picks: Mapping[str, Mapping[int, int]]
+    """Requests placed, by rule (the policy's name, ``pinned`` or ``held``) and by engine's rank."""
+    first_token_s: Mapping[int, Counted]
+    """Seconds from admission to the first token, by rank of the engine that gave it."""
 
     @property
     def finished(self) -> int:
@@ -241,13 +246,13 @@ class Client:
         """
         return self._maker.encoder.spell(token_id)
 
-    def statistics(self) -> ClientStatistics:
-        """Counts of this client; never waits."""
+    def statistics(self, *, requests: bool = True) -> ClientStatistics:
+        """Counts of this client; never waits. The list of `requests` is the dear part."""
         flights = self._flights
         return ClientStatistics(
             inflight=self._ledger.statistics().by_engine,
             queued=flights.queued,
-            requests=flights.statistics(),
+            requests=flights.statistics() if requests else (),
             admission=flights.admission(),
             started=flights.started,
             causes=dict(flights.causes),
@@ -256,6 +261,8 @@ class Client:
             retries_refused=flights.retries.refused,
             late_outputs=flights.late_outputs,
             sinks_failed=flights.sinks_failed,
+            first_token_s=flights.first_tokens.now(),
+            picks={rule: dict(ranks) for rule, ranks in flights.picks.items()},
         )
 
     def audit(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
-from attrs import evolve, frozen
+from attrs import evolve
 
 from dpkit.balancer.coordinator import CoordinatorRules
 from dpkit.balancer.health import Health
@@ -47,38 +47,20 @@ from dpkit.nursery.membership import Membership
 from dpkit.nursery.reload import make_plan, prepare
 from dpkit.nursery.roster import Roster, refuse_no_time
 from dpkit.nursery.services import open_services
-from dpkit.nursery.slot import EngineStanding
+from dpkit.nursery.standing import ClusterStatistics, EngineStanding
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from dpkit.abc import Policy
-    from dpkit.balancer.coordinator import CoordinatorStatistics
-    from dpkit.balancer.health import HealthStatistics
-    from dpkit.messages import Snapshot
+    from dpkit.messages import EngineId, Snapshot
     from dpkit.nursery.build import Models
-    from dpkit.nursery.client import Client, ClientStatistics
-    from dpkit.nursery.fanin import FanInStatistics
+    from dpkit.nursery.client import Client
     from dpkit.nursery.reload import Plan
     from dpkit.nursery.services import Services
-    from dpkit.nursery.slot import EngineSlot, EngineStatistics
+    from dpkit.nursery.slot import EngineSlot
 
 _log = logging.getLogger(__name__)
-
-
-@frozen(kw_only=True)
-class ClusterStatistics:
-    """The whole cluster at one moment; all counts are since its start unless named otherwise."""
-
-    engines: tuple[EngineStatistics, ...]
-    clients: tuple[ClientStatistics, ...]
-    coordinator: CoordinatorStatistics
-    """Since its last restart."""
-    coordinator_restarts: int
-    fanin: FanInStatistics
-    health: HealthStatistics
-    events_lost: int
-    """Events that the log file missed: the writer was too slow, or the disk would not have them."""
 
 
 class Cluster:
@@ -125,11 +107,17 @@ class Cluster:
     def _slots(self) -> list[EngineSlot]:
         return self._roster.slots
 
-    def statistics(self) -> ClusterStatistics:
-        """All counts, now; never waits, and still answers after the cluster is closed."""
+    def statistics(self, *, requests: bool = True) -> ClusterStatistics:
+        """All counts, now; never waits, and still answers after the cluster is closed.
+
+        Args:
+            requests: Whether to list each request under way, which is the dear part.
+        """
         return ClusterStatistics(
             engines=tuple(slot.statistics() for slot in self._slots),
-            clients=tuple(client.statistics() for client in self.clients),
+            leaving=tuple(slot.statistics() for slot in self._roster.leaving),
+            departed=dict(self._roster.departed),
+            clients=tuple(client.statistics(requests=requests) for client in self.clients),
             coordinator=self._rules.statistics(),
             coordinator_restarts=self._coordinator.restarts,
             fanin=self._fanin.statistics(),
@@ -142,6 +130,10 @@ class Cluster:
         """Every engine and how it is, by rank; cheap, unlike `statistics`."""
         standings = (EngineStanding(slot.rank, slot.name, slot.state) for slot in self._slots)
         return tuple(sorted(standings))
+
+    def tells_load(self, engine: EngineId) -> bool:
+        """Whether a life has said anything of its load so far."""
+        return self._fanin.newest_read(engine) is not None
 
     @property
     def longest(self) -> int:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from dpkit.config.schema import EngineGroupConfig
+    from dpkit.nursery.gathering import Round
     from dpkit.wire.zsocket import ZSocket
 
 _LINGER_MS = 1000
@@ -44,6 +45,16 @@ _log = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
+class OwnCoordinator:
+    """A coordinator's sockets for one life alone; it coordinates nobody with anybody."""
+
+    to_engine: ZSocket
+    """An XPUB: what a coordinator tells an engine."""
+    counts: ZSocket
+    """A PULL: what an engine tells a coordinator."""
+
+
+@frozen(kw_only=True)
 class LifeSockets:
     """What one life has bound."""
 
@@ -51,12 +62,10 @@ class LifeSockets:
     """A ROUTER to send requests by, watched for drops."""
     output: ZSocket
     """A PULL, watched for drops."""
-    to_engine: ZSocket
-    """An XPUB: what a coordinator tells an engine."""
-    counts: ZSocket
-    """A PULL: what an engine tells a coordinator."""
     init: Init
     """What its engine is told."""
+    own: OwnCoordinator | None
+    """None: its engine steps together with others, whose coordinator is that of them all."""
 
 
 class Desk:
@@ -144,20 +153,25 @@ class Desk:
             raise AddressFailed(f"{self.name} was stopped before anybody could join")
         return self._reception
 
+    @property
+    def any_port(self) -> str:
+        """Where the sockets of lives are bound."""
+        return f"tcp://{host_and_port(self.settings.handshake or '')[0]}:*"
+
     async def address(self) -> str:
         """What engines are given to say HELLO at; waits and raises as `open_reception`."""
         await self.open_reception()
         return self._address
 
     @protected_context
-    async def open_sockets(self) -> AsyncIterator[LifeSockets]:
+    async def open_sockets(self, round_: Round | None = None) -> AsyncIterator[LifeSockets]:
         """Bind the sockets of one life.
 
-        A coordinator's are among them, for an engine of vLLM's that has none says neither how many
-        requests it has nor that it has dropped one. This one coordinates nobody with anybody.
+        A coordinator's are among them, unless it is that of a group that steps together: an engine
+        of vLLM's that has none says neither how many requests it has nor that it has dropped one.
         """
         settings = self.settings
-        at = f"tcp://{host_and_port(settings.handshake or '')[0]}:*"
+        at = self.any_port
         async with AsyncExitStack() as stack:
             context = stack.enter_context(self._context.use())
 
@@ -168,20 +182,21 @@ class Desk:
 
             requests = await bind(zmq.ROUTER, watch=True, linger_ms=_LINGER_MS)
             outputs = await bind(zmq.PULL, watch=True)
-            to_engine, counts = await bind(zmq.XPUB), await bind(zmq.PULL)
+            own, together = None, {}
+            if round_ is None:
+                own = OwnCoordinator(to_engine=await bind(zmq.XPUB), counts=await bind(zmq.PULL))
+                tells, hears = own.to_engine.endpoint, own.counts.endpoint
+            else:
+                tells, hears = round_.addresses.back_publish, round_.addresses.back_output
+                together = round_.parallel_config
             addresses = Addresses(
                 inputs=(reachable(requests.endpoint, settings.host),),
                 outputs=(reachable(outputs.endpoint, settings.host),),
-                coordinator_input=reachable(to_engine.endpoint, settings.host),
-                coordinator_output=reachable(counts.endpoint, settings.host),
+                coordinator_input=reachable(tells, settings.host),
+                coordinator_output=reachable(hears, settings.host),
             )
-            yield LifeSockets(
-                input=requests,
-                output=outputs,
-                to_engine=to_engine,
-                counts=counts,
-                init=Init(addresses=addresses),
-            )
+            init = Init(addresses=addresses, parallel_config=together)
+            yield LifeSockets(input=requests, output=outputs, init=init, own=own)
 
 
 async def _look_after_guests(socket: ZSocket, reception: Reception) -> Never:

@@ -18,10 +18,12 @@ import trio
 from dpkit.logs import about
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from dpkit.messages import EngineId
     from dpkit.names import Cause, FinishReason
+
+    Observer = Callable[["Event"], object]
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +60,20 @@ _LEVELS = {
 }
 
 
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request was, once it has ended. Moments are on Trio's clock."""
+
+    rank: int | None
+    """Of the engine that had it last; None: none had it."""
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    admitted_at: float
+    placed_at: float | None
+    """On its first engine."""
+    first_token_at: float | None
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that happened. Every admitted request has exactly one `REQUEST_ENDED`."""
 
@@ -69,6 +85,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     reason: FinishReason | None = None
     cause: Cause | None = None
     detail: str = ""
+    figures: Figures | None = None
+    """Of a request that has ended."""
 
     def __str__(self) -> str:
         whom = [str(each) for each in (self.request_id, self.engine) if each is not None]
@@ -85,6 +103,8 @@ class EventLog:
         self._emitted = 0
         self._read = 0
         self._lot = trio.lowlevel.ParkingLot()
+        self.observers: list[Observer] = []
+        """Told of each event at once. They must be quick; what one raises is logged."""
         self.dropped = 0
         """Events that went before the writer had seen them."""
 
@@ -105,22 +125,33 @@ class EventLog:
         detail: str = "",
     ) -> None:
         """Add an event, stamped now; never blocks, never fails."""
-        event = Event(
-            at=trio.current_time(),
-            kind=kind,
-            engine=engine,
-            request_id=request_id,
-            reason=reason,
-            cause=cause,
-            detail=detail,
+        self.add(
+            Event(
+                at=trio.current_time(),
+                kind=kind,
+                engine=engine,
+                request_id=request_id,
+                reason=reason,
+                cause=cause,
+                detail=detail,
+            )
         )
+
+    def add(self, event: Event) -> None:
+        """Add an event; never blocks, never fails."""
         self._ring.append(event)
-        level = _LEVELS.get(kind, logging.INFO)
+        level = _LEVELS.get(event.kind, logging.INFO)
         if _log.isEnabledFor(level):
-            _log.log(level, "%s", event, extra=about(request_id=request_id, engine=engine))
+            of = about(request_id=event.request_id, engine=event.engine)
+            _log.log(level, "%s", event, extra=of)
         self._emitted += 1
         if self._lot:
             self._lot.unpark()
+        for observer in self.observers:
+            try:
+                observer(event)
+            except Exception:  # noqa: BLE001 - whatever it raises
+                _log.exception("an observer of events failed")
 
     def unread(self) -> tuple[Event, ...]:
         """Events since the last call, for the one writer; those lost in between are counted."""

@@ -22,14 +22,16 @@ from dpkit.errors import (
 )
 from dpkit.logs import about
 from dpkit.names import Cause, FinishReason
+from dpkit.nursery.events import Event, EventKind, Figures
 
 if TYPE_CHECKING:
     from dpkit.balancer.admission import Ticket
     from dpkit.balancer.dispatch import Placement
     from dpkit.errors import DpkitError, EngineLost
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
+    from dpkit.nursery.meter import FirstTokens
 
-_log = logging.getLogger("dpkit.nursery.flights")
+_log = logging.getLogger(__name__)
 
 _DRAIN_RETRY_S = 5.0
 """What a client of a draining cluster is told to wait: about the time a restarted pod needs."""
@@ -105,6 +107,7 @@ class Flight:
     request: GenerateRequest  # as an engine gets it: it grows when it is resumed elsewhere
     retries_left: int
     times_out_at: float  # in the queue
+    first_tokens: FirstTokens
     ticket: Ticket | None = None
     placement: Placement | None = None
     engine: EngineId | None = None
@@ -113,11 +116,51 @@ class Flight:
     """Whether the engine that has it now has given a token."""
     retries: int = 0
     admitted_at: float = field(factory=trio.current_time)
+    placed_at: float | None = None
+    """On its first engine."""
+    first_token_at: float | None = None
 
     @property
     def delivered(self) -> list[int]:
         """Its tokens so far, read or not."""
         return self.receiver.delivered
+
+    def place(self, placement: Placement, now: float) -> None:
+        """Be on an engine, perhaps not the first one."""
+        self.placement, self.engine, self.answered = placement, placement.engine, False
+        if self.placed_at is None:
+            self.placed_at = now
+        _log_placement(self.request.request_id, placement)
+
+    def answer(self) -> None:
+        """Take note that the engine that has it now has given a token."""
+        self.answered = True
+        if self.first_token_at is None:
+            self.first_token_at = now = trio.current_time()
+            assert self.placement is not None  # noqa: S101 - who else gave it
+            self.first_tokens.observe(self.placement.rank, now - self.admitted_at)
+        self.receiver.on_answered()
+
+    def ended(self, reason: FinishReason, cause: Cause) -> Event:
+        """Its terminal event, as long as it still knows its engine."""
+        asked, placement = self.receiver.request, self.placement
+        return Event(
+            at=trio.current_time(),
+            kind=EventKind.REQUEST_ENDED,
+            engine=self.engine,
+            request_id=asked.request_id,
+            reason=reason,
+            cause=cause,
+            figures=Figures(
+                rank=None if placement is None else placement.rank,
+                prompt_tokens=len(asked.prompt_token_ids),
+                output_tokens=len(self.delivered),
+                max_tokens=asked.sampling.max_tokens,
+                admitted_at=self.admitted_at,
+                placed_at=self.placed_at,
+                first_token_at=self.first_token_at,
+            ),
+        )
 
     def statistics(self) -> RequestStatistics:
         """What is known of the request now."""
@@ -195,7 +238,7 @@ def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
     )
 
 
-def log_placement(request_id: str, placement: Placement) -> None:
+def _log_placement(request_id: str, placement: Placement) -> None:
     """Tell where a request goes, for who looks for errors."""
     if _log.isEnabledFor(logging.DEBUG):
         engine, of = placement.engine, about(request_id=request_id, engine=placement.engine)

@@ -19,11 +19,12 @@ from dpkit.errors import ClusterClosed, EngineLost, describe
 from dpkit.names import Cause, FinishReason
 from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
-from dpkit.nursery.flight import Flight, cause_of, lateness, log_placement, not_retried, refusal
+from dpkit.nursery.flight import Flight, cause_of, lateness, not_retried, refusal
 from dpkit.nursery.inbox import duplicate
+from dpkit.nursery.meter import FirstTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dpkit.abc import EngineLink, Policy
     from dpkit.balancer.admission import AdmissionStatistics
@@ -46,7 +47,7 @@ class Flights:
         self.placed = 0
         """Requests on engines, now."""
         self.started = self.retried = self.resumed = self.late_outputs = self.sinks_failed = 0
-        self.retries = RetryBudget()
+        self.retries, self.first_tokens = RetryBudget(), FirstTokens()
         self._dispatch = dispatch
         self._limits = limits
         self._membership = membership
@@ -74,6 +75,11 @@ class Flights:
         self._queue.max_queued = limits.max_queued
         if policy is not None:
             self._dispatch.use(policy)
+
+    @property
+    def picks(self) -> Mapping[str, Mapping[int, int]]:
+        """Requests placed so far, by rule and by rank."""
+        return self._dispatch.picks
 
     def placed_on(self, engine: EngineId) -> Iterator[str]:
         """Ids of the requests that one life of an engine has."""
@@ -141,7 +147,7 @@ class Flights:
         if request.request_id in self._flights:
             raise duplicate(request.request_id)
         times_out_at = trio.current_time() + self._limits.queue_timeout
-        flight = Flight(receiver, request, self._limits.retries, times_out_at)
+        flight = Flight(receiver, request, self._limits.retries, times_out_at, self.first_tokens)
         at_once = not self._queue and self._has_room() and self._dispatch.has_room(request.engine)
         if not at_once:
             self._enqueue(flight)
@@ -163,8 +169,7 @@ class Flights:
         if output.error is not None and self._try_elsewhere(flight, output.error):
             return
         if output.token_ids and not flight.answered:
-            flight.answered = True
-            flight.receiver.on_answered()
+            flight.answer()
             self._membership.on_success(engine)
         receiver = flight.receiver
         receiver.delivered += output.token_ids
@@ -299,8 +304,7 @@ class Flights:
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
             return
         request_id, engine = flight.request.request_id, placement.engine
-        log_placement(request_id, placement)
-        flight.placement, flight.engine, flight.answered = placement, engine, False
+        flight.place(placement, now)
         self.placed += 1
         self._alarms.discard(request_id)
         self._set_alarm(flight)
@@ -382,14 +386,14 @@ class Flights:
     def _conclude(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
         """The one terminal event of a request."""
         request_id, engine = flight.request.request_id, flight.engine
+        event = flight.ended(reason, cause)
         self._leave_engine(flight)
         self._leave_queue(flight)
         del self._flights[request_id]
         self._alarms.discard(request_id)
         self.retries.ended(trio.current_time())
         self.causes[cause] += 1
-        ended = EventKind.REQUEST_ENDED
-        self._events.emit(ended, request_id=request_id, engine=engine, reason=reason, cause=cause)
+        self._events.add(event)
         if engine is not None and not flight.answered:
             self._membership.on_inconclusive(engine)  # which may place others, and call anybody
         if not self._flights:

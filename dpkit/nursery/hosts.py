@@ -119,6 +119,7 @@ class ModelHost:
                 "model": group.model,
                 "dtype": group.dtype.value,
                 "quant": group.quant.value,
+                "device": group.device,
                 "lockstep": self._lockstep,
             },
             name=group.model,

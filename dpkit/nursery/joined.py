@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from dpkit.engine.publish import PublishGate
     from dpkit.messages import EngineId, EngineStats, ModelSpec
-    from dpkit.nursery.desks import Desk, LifeSockets
+    from dpkit.nursery.desks import Desk, LifeSockets, OwnCoordinator
+    from dpkit.nursery.gathering import Gathering, Round
     from dpkit.wire.reception import Guest
     from dpkit.wire.structs import ReadyResponse
 
@@ -48,6 +49,7 @@ class JoinedLife(WireLife):
 
     Args:
         desk: Where it joins.
+        gathering: Where the ranks meet that it steps together with; None: it steps alone.
         spec: What is known of the model here.
         model: Its name in the config.
         on_leaving: Told that the engine takes nothing new, and may still finish what it has.
@@ -67,6 +69,7 @@ class JoinedLife(WireLife):
         index: int,
         rank: int,
         desk: Desk,
+        gathering: Gathering | None = None,
         spec: ModelSpec,
         model: str,
         publish: Callable[[EngineStats], None] | None,
@@ -84,6 +87,8 @@ class JoinedLife(WireLife):
             on_lost=on_lost,
         )
         self._desk = desk
+        self._gathering = gathering
+        self._round: Round | None = None
         self._spec = spec
         self._model = model
         self._on_leaving = on_leaving
@@ -93,7 +98,7 @@ class JoinedLife(WireLife):
     def __repr__(self) -> str:
         state = "ended" if self.ended.is_set() else "waiting"
         if self._guest is not None and not self.ended.is_set():
-            state = f"rank {self._rank} {self._guest.phase.value}"
+            state = f"rank {self._rank} {self._phase_of(self._guest)}"
         return f"<JoinedLife {self.engine}: {state}>"
 
     @property
@@ -117,16 +122,36 @@ class JoinedLife(WireLife):
     @property
     def how_far(self) -> str:
         """How far it has come, for whoever has waited in vain."""
-        return "it cannot join yet" if self._guest is None else f"it {self._guest.phase.value}"
+        return "it cannot join yet" if self._guest is None else f"it {self._phase_of(self._guest)}"
+
+    def _phase_of(self, guest: Guest) -> str:
+        if self._round is not None and guest.ready.is_set() and self._round.not_ready:
+            late = ", ".join(map(str, self._round.not_ready))
+            return f"is ready, and of those that it steps together with, rank {late} is not"
+        return guest.phase.value
 
     async def _live(self) -> None:
+        await self._desk.open_reception()
+        if self._gathering is None:
+            await self._join(None)
+        else:
+            async with self._gathering.attend(self._rank) as round_:
+                await self._join(round_)
+
+    async def _join(self, round_: Round | None) -> None:
+        self._round = round_
         reception = await self._desk.open_reception()
-        async with self._desk.open_sockets() as sockets, trio.open_nursery() as nursery:
-            guest = self._guest = reception.expect(self._rank, sockets.init)
+        async with self._desk.open_sockets(round_) as sockets, trio.open_nursery() as nursery:
+            held = round_ is not None
+            guest = self._guest = reception.expect(self._rank, sockets.init, held=held)
             try:
                 nursery.start_soon(self._guard, guest.wait_for_fault)
                 nursery.start_soon(self._guard, self._serve, sockets, guest, nursery)
+                if round_ is not None:
+                    nursery.start_soon(self._guard, round_.wait_for_fault)
                 await self._finished.wait()
+                if round_ is not None:
+                    await round_.finish(self._rank)
                 nursery.cancel_scope.cancel()
             finally:
                 guest.leave()
@@ -135,7 +160,12 @@ class JoinedLife(WireLife):
         most, key = self._desk.settings.max_message, ForeignConnection.limit_key
         for socket in (sockets.input, sockets.output):
             nursery.start_soon(self._guard, self._watch_link, socket, most, key)
-        nursery.start_soon(self._guard, sockets.to_engine.pump, partial(_be_ready, sockets))
+        if (own := sockets.own) is not None:
+            nursery.start_soon(self._guard, own.to_engine.pump, partial(_be_ready, own))
+        if (round_ := self._round) is not None:
+            await guest.called.wait()
+            while not await round_.gather(self._rank, guest.answer):
+                await guest.called.wait()
         await guest.greeted.wait()  # for as long as it takes: it is not ours to start
         told = await self._introduce(sockets, guest)
         self.limits = limits_of(told)
@@ -153,7 +183,12 @@ class JoinedLife(WireLife):
         self._attach(connection)
         nursery.start_soon(self._guard, sockets.input.pump, self._refuse)
         nursery.start_soon(self._guard, sockets.output.pump, connection.take)
-        nursery.start_soon(self._guard, sockets.counts.pump, connection.take_counts)
+        if own is not None:
+            nursery.start_soon(self._guard, own.counts.pump, connection.take_counts)
+        if round_ is not None:
+            round_.stamp(connection)
+            round_.listen(self._rank, connection.take_load)
+            connection.newest_step = lambda: round_.newest_step
         nursery.start_soon(self._guard, self._watch_silence, connection)
         nursery.start_soon(self._guard, self._forget_aborted, connection)
         await self._check(told, connection)
@@ -179,6 +214,8 @@ class JoinedLife(WireLife):
                 if identity == rank_identity(self._rank):  # else a stranger's
                     told = _read(words)
             await guest.ready.wait()
+            if self._round is not None:
+                await self._round.agree(self._rank, guest.settings)
         if waiting.cancelled_caught or told is None:
             raise LaunchFailed(
                 f"engine {self.engine} was not ready within {timeout:g} s of its HELLO "
@@ -230,10 +267,10 @@ _UNKNOWN = EngineLimits(max_num_seqs=1, max_num_batched_tokens=1, block_size=1, 
 """Of an engine that has not joined yet."""
 
 
-def _be_ready(sockets: LifeSockets, frames: list[bytes]) -> None:
+def _be_ready(own: OwnCoordinator, frames: list[bytes]) -> None:
     """Be a coordinator whose engines have all come, as soon as the one of this life has."""
     if frames == [SUBSCRIBE]:
-        sockets.to_engine.send_nowait([COORDINATOR_READY])
+        own.to_engine.send_nowait([COORDINATOR_READY])
 
 
 def _read(words: list[bytes]) -> ReadyResponse:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dpkit.nursery.hosts import ModelHost
     from dpkit.nursery.services import Services
 
-    HostKey = tuple[str, Dtype, Quant, StartMethod]
+    HostKey = tuple[str, Dtype, Quant, str, StartMethod]
 
 
 class Launchers:
@@ -95,4 +95,4 @@ class Launchers:
 
 
 def _key(group: EngineGroupConfig) -> HostKey:
-    return group.model, group.dtype, group.quant, group.process.start
+    return group.model, group.dtype, group.quant, group.device, group.process.start

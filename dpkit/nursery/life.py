@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId, StepReport
     from dpkit.nursery.inbox import Deliver
+    from dpkit.nursery.meter import Meter
 
     MakeLife = Callable[[EngineId, int, Callable[[Exception], None]], "Life"]
 
@@ -33,6 +34,8 @@ class Life(Protocol):
     """`run` is over."""
     cause: Exception | None
     """Why it is over, once it is lost; set before its requests are told."""
+    meter: Meter
+    """Measures its steps and aborts."""
 
     @property
     def limits(self) -> EngineLimits:

@@ -100,12 +100,18 @@ def _other_desks(old: Config, new: Config) -> Iterator[str]:
     before = {group.name: group for group in old.engines}
     for group in new.engines:
         former = before.get(group.name)
+        if former is None and group.kind is EngineKind.VLLM and new.steps_together(group):
+            yield (  # their ranks would go on from those of others
+                f"engines.{group.name}: engines that join and step together begin with their "
+                "cluster; start it anew"
+            )
         if former is None or EngineKind.VLLM not in {former.kind, group.kind}:
             continue
         if is_other(former, group):
+            alone = group.supervision.strategy is Strategy.ONE_FOR_ONE
             yield (
                 f"engines.{group.name}: engines that join cannot be replaced while the cluster "
-                "runs; only their number can change"
+                f"runs{'; only their number can change' if alone else ''}"
             )
 
 

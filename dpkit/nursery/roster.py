@@ -27,6 +27,7 @@ from dpkit.errors import (
 from dpkit.logs import about
 from dpkit.names import EngineState, Strategy
 from dpkit.nursery.build import restarts
+from dpkit.nursery.standing import EngineTotals
 from dpkit.nursery.supervisor import Observer, supervise
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ class Roster:
         self.closing = False
         self.supervised: list[EngineSlot] = []
         """Those with a supervisor, oldest first: arriving and leaving ones too."""
+        self.departed: dict[int, EngineTotals] = {}
+        """What engines did that are gone, by rank."""
         self._builder = builder
         self._membership = membership
         self._on_bug = on_bug
@@ -136,6 +139,12 @@ class Roster:
     def slots(self) -> list[EngineSlot]:
         """Every engine, group by group."""
         return [slot for group in self.groups.values() for slot in group.slots]
+
+    @property
+    def leaving(self) -> list[EngineSlot]:
+        """Those that are no part of the cluster any more, or not yet, and live."""
+        staying = set(self.slots)
+        return [slot for slot in self.supervised if slot not in staying]
 
     @property
     def is_too_small(self) -> bool:
@@ -274,6 +283,15 @@ class Roster:
     def _forget_names(self, slots: Sequence[EngineSlot]) -> None:
         for name in {slot.name for slot in slots} - {slot.name for slot in self.slots}:
             self._membership.dismiss(name)
+        for slot in slots:
+            self._count(slot)
+
+    def _count(self, slot: EngineSlot) -> None:
+        """Keep what an engine did, once nobody else does."""
+        if not slot.is_counted and slot not in self.slots and slot not in self.supervised:
+            slot.is_counted = True
+            before = self.departed.get(slot.rank, EngineTotals())
+            self.departed[slot.rank] = before.plus(slot.totals())
 
     def _keep_epoch(self, slot: EngineSlot) -> None:
         """A name may come back, an incarnation never does."""
@@ -315,6 +333,7 @@ class Roster:
             for slot in team:
                 slot.end()
                 self.supervised.remove(slot)
+                self._count(slot)
         error = next((slot.last_error for slot in team if slot.last_error is not None), None)
         if not self.closing and self.is_too_small and error is not None:
             raise error

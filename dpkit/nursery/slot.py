@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import trio
-from attrs import frozen
+from attrs import evolve
 
 from dpkit.errors import EngineLost, LaunchFailed, describe
 from dpkit.logs import ENGINE
 from dpkit.messages import EngineId
 from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
+from dpkit.nursery.standing import EngineStatistics, EngineTotals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dpkit.abc import EngineLink
     from dpkit.engine.core import EngineCoreStatistics
-    from dpkit.messages import StepReport
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.flights import Flights
     from dpkit.nursery.gathering import Gathering
@@ -34,49 +34,6 @@ if TYPE_CHECKING:
 
 SECOND_LOOK_S = 1.0
 """So much later than `step_timeout` a step counts as hung, or as late again if that is less."""
-
-
-class EngineStanding(NamedTuple):
-    """Who an engine is, and how."""
-
-    rank: int
-    name: str
-    state: EngineState
-
-
-@frozen(kw_only=True)
-class EngineTotals:
-    """What an engine has done in all its lives."""
-
-    requests: int = 0
-    """Finished or aborted; one that went on elsewhere counts on each engine."""
-    output_tokens: int = 0
-    preemptions: int = 0
-    peak_kv_usage: float = 0.0
-
-    def and_life(self, core: EngineCoreStatistics) -> EngineTotals:
-        """These, and what one life more has done so far."""
-        return EngineTotals(
-            requests=self.requests + core.requests_finished + core.requests_aborted,
-            output_tokens=self.output_tokens + core.output_tokens,
-            preemptions=self.preemptions + core.preemptions,
-            peak_kv_usage=max(self.peak_kv_usage, core.peak_kv_usage),
-        )
-
-
-@frozen(kw_only=True)
-class EngineStatistics:
-    """One engine at one moment. `core` counts since the birth of its present life."""
-
-    engine: EngineId
-    model: str
-    state: EngineState
-    restarts: int
-    last_error: str | None
-    """Of the life before, or of the last one of an engine that is down."""
-    report: StepReport
-    core: EngineCoreStatistics
-    totals: EngineTotals
 
 
 class EngineSlot:
@@ -116,7 +73,9 @@ class EngineSlot:
         self.name = name
         self.rank = rank
         self.gathering = gathering
-        self.state = EngineState.STARTING
+        self._state, self._since = EngineState.STARTING, trio.current_time()
+        self.is_counted = False
+        """Whether somebody keeps its totals, as it is nobody's any more."""
         self.settled = trio.Event()
         """Set once the engine has been ready for the first time, is down for good, or is absent."""
         self.is_absent = False
@@ -136,12 +95,22 @@ class EngineSlot:
         self._patient_until = math.inf
         self._absence: Exception | None = None
         self._retired = trio.Event()
-        self._past = EngineTotals()  # of the lives before the present one
+        self._past: EngineTotals | None = None  # of the lives before the present one
         self._finished = trio.Event()  # retired, and no request is left here
         self.life = make_life(EngineId(name, first_epoch), rank, self._lost)
 
     def __repr__(self) -> str:
         return f"<EngineSlot {self.name}: {self.state}, {self.restarts} restarts, {self.life!r}>"
+
+    @property
+    def state(self) -> EngineState:
+        """How it is."""
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        if state is not self._state:
+            self._state, self._since = state, trio.current_time()
 
     @property
     def engine(self) -> EngineId:
@@ -163,7 +132,7 @@ class EngineSlot:
         else:
             self.restarts += 1
             self.state = EngineState.STARTING
-            self._past = self._past.and_life(self.life.statistics())
+            self._past = evolve(self._totals(self.life.statistics()), restarts=0)
             engine = EngineId(self.name, self._first_epoch + number)
             self.life = self._make_life(engine, self.rank, self._lost)
         life = self.life
@@ -235,19 +204,29 @@ class EngineSlot:
         if not self.life.ended.is_set():
             self.life.abandon()
 
+    def totals(self) -> EngineTotals:
+        """What it has done so far."""
+        return self._totals(self.life.statistics())
+
+    def _totals(self, core: EngineCoreStatistics) -> EngineTotals:
+        now = EngineTotals.of_life(core, self.life.meter.measured(), self.restarts)
+        return now if self._past is None else now.plus(self._past)
+
     def statistics(self) -> EngineStatistics:
         """All about this engine, now."""
-        error = self.last_error
-        core = self.life.statistics()
+        error, core = self.last_error, self.life.statistics()
         return EngineStatistics(
             engine=self.engine,
+            rank=self.rank,
             model=self._model,
             state=self.state,
+            since=self._since,
             restarts=self.restarts,
             last_error=None if error is None else describe(error),
+            block_size=self.life.limits.block_size,
             report=self.life.report(),
             core=core,
-            totals=self._past.and_life(core),
+            totals=self._totals(core),
         )
 
     async def _run(self, life: Life) -> None:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from dpkit.errors import DpkitError, EngineLost, InternalError, WireError, describe, reason
 from dpkit.link.zmq import WireConnection, ZmqLink
+from dpkit.nursery.meter import Meter
 from dpkit.wire.codec import rank_identity
 from dpkit.wire.reports import statistics_from_wire, stats_from_wire
 from dpkit.wire.structs import EngineReport, SchedulerStats
@@ -73,6 +74,7 @@ class WireLife(abc.ABC):
         self._on_lost = on_lost
         self._seq = 0
         self._closed = False
+        self.meter = Meter()
         self._connection: WireConnection | None = None
         self._finished = trio.Event()
         self._scope = trio.CancelScope()
@@ -149,6 +151,7 @@ class WireLife(abc.ABC):
 
     def _attach(self, connection: WireConnection) -> None:
         self._connection = connection
+        connection.meter = self.meter
         connection.on_idle = self._note_idle
         connection.closed = self._closed
 

@@ -24,6 +24,7 @@ from dpkit.serve.errors import ApiError
 from dpkit.serve.face import Ending, Request
 from dpkit.serve.front import Front
 from dpkit.serve.routes import ADMIN, API, Router
+from dpkit.serve.site import CLIENT_CLOSED, Answered
 
 if TYPE_CHECKING:
     from dpkit.config.server import ServerConfig
@@ -90,7 +91,16 @@ class AsgiApp:
         except ApiError as error:
             error.answer(responder)
             await responder.flush()
+            self._tell(None, scope, responder, trio.current_time())
             return
+        began_at = trio.current_time()
+        try:
+            await self._serve(request, receive, responder)
+        finally:
+            self._tell(request, scope, responder, began_at)
+        responder.check_complete()
+
+    async def _serve(self, request: Request, receive: Receive, responder: AsgiResponder) -> None:
         failure: Exception | None = None  # raised outside the nursery, which would wrap it
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch, receive, responder)
@@ -104,7 +114,23 @@ class AsgiApp:
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
-        responder.check_complete()
+
+    def _tell(
+        self, request: Request | None, scope: Message, responder: AsgiResponder, began_at: float
+    ) -> None:
+        """Have observers know of an answer that has ended."""
+        ending, status = responder.ending or Ending.FAILED, responder.status or 500
+        if ending is Ending.CLIENT_GONE:
+            status = CLIENT_CLOSED
+        answered = Answered(
+            request=request,
+            peer=_peer(scope),
+            status=status,
+            ending=ending,
+            body_sent=responder.body_sent,
+            seconds=trio.current_time() - began_at,
+        )
+        self.front.tell_answered(answered)
 
     async def _read(self, scope: Message, receive: Receive, request_id: str) -> Request:
         most, body = self.front.settings.max_body, bytearray()
@@ -119,14 +145,13 @@ class AsgiApp:
                 break
         # A framework that mounts us keeps the whole path, and says how much of it is its own.
         path: str = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        client = scope.get("client")
         return Request(
             method=scope["method"],
             path=path,
             query=scope.get("query_string", b"").decode("latin-1"),
             headers=tuple((bytes(name), bytes(value)) for name, value in scope["headers"]),
             body=bytes(body),
-            peer=f"{client[0]}:{client[1]}" if client else "unknown",
+            peer=_peer(scope),
             id=request_id,
             target=scope.get("raw_path") or path.encode(),
             http_version=scope.get("http_version", "1.1"),
@@ -137,6 +162,11 @@ class AsgiApp:
             if name == b"x-request-id" and _GOOD_ID.fullmatch(bytes(value)):
                 return bytes(value).decode("ascii")
         return f"req-{self._prefix}-{next(self._numbers):x}"
+
+
+def _peer(scope: Message) -> str:
+    client = scope.get("client")
+    return f"{client[0]}:{client[1]}" if client else "unknown"
 
 
 async def _live(receive: Receive, send: Send) -> None:

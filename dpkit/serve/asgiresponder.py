@@ -46,6 +46,8 @@ class AsgiResponder(Responder):
         self._request_id = request_id.encode("ascii")
         self._silent = head
         self._settings = settings
+        self.body_sent = 0
+        """Bytes that the server took."""
         self._status: int | None = None
         self._ending: Ending | None = None
         self._start: dict[str, Any] | None = None
@@ -185,5 +187,6 @@ class AsgiResponder(Responder):
             more = not self._finished
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
             self._said_all = not more
+            self.body_sent += len(body)
         finally:
             self._sending = False

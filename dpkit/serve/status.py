@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import trio
 
 from dpkit import __version__
 from dpkit.messages import EngineId
@@ -42,13 +45,21 @@ async def tell_version(front: Front, request: Request, responder: Responder) -> 
 async def statistics(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
     """Answer with all that is counted, and who is how."""
     cluster = front.cluster
+    now = cluster.statistics()
     told = {
         "status": front.state,
         "cluster": cluster.config.cluster.name,
         "ranks": {engine.name: engine.rank for engine in cluster.engines},
-        **plain(cluster.statistics()),
+        "since": {each.engine.name: _time_of_day(each.since) for each in now.engines},
+        **plain(now),
     }
     responder.respond(200, (JSON,), encode(told))
+
+
+def _time_of_day(moment: float) -> str:
+    """A moment on Trio's clock, as others have it."""
+    at = time.time() - (trio.current_time() - moment)
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
 
 
 def _engines(cluster: Cluster) -> dict[str, str]:

@@ -13,7 +13,8 @@ from dpkit.errors import InternalError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dpkit.nursery.cluster import Cluster, ClusterStatistics
+    from dpkit.nursery.cluster import Cluster
+    from dpkit.nursery.standing import ClusterStatistics
 
 
 def check_idle(cluster: Cluster, *, bad_stats: bool = False) -> None:

@@ -40,6 +40,7 @@ class Phase(Enum):
     """How far an engine has come; the words stand in messages after the rank."""
 
     EXPECTED = "has not said HELLO"
+    CALLED = "has said HELLO, and is answered once all that step together with it have"
     GREETED = (
         "said HELLO and was told the addresses, but has not said READY: it is still loading, or "
         "in its model's `allocate`"

@@ -31,15 +31,20 @@ _log = logging.getLogger("dpkit.wire")
 class Guest:
     """One life of one rank, as far as it has come. Made by `Reception.expect`."""
 
-    def __init__(self, reception: Reception, rank: int, init: Init) -> None:
+    def __init__(self, reception: Reception, rank: int, init: Init, *, held: bool) -> None:
         self.rank = rank
         self.init = init
         self.phase = Phase.EXPECTED
+        self.called = trio.Event()
+        """It has said HELLO."""
+        self.settings: str | None = None
+        """What vLLM makes of all settings that ranks which step together must share: READY says."""
         self.greeted = trio.Event()
         """It has said HELLO, and was told `init`."""
         self.ready = trio.Event()
         """It has said READY."""
         self._reception = reception
+        self._held = held
         self._fault: WireError | None = None
         self._failed = trio.Event()
 
@@ -56,6 +61,14 @@ class Guest:
         assert self._fault is not None  # noqa: S101 - set before
         raise self._fault
 
+    def answer(self) -> bool:
+        """Tell one that was held `init`; False: it has left meanwhile, and must call anew."""
+        self._reception.greet(self)
+        if self.phase is Phase.GREETED:
+            return True
+        self.phase, self.called = Phase.EXPECTED, trio.Event()
+        return False
+
     def welcome(self) -> None:
         """It serves: what it says here from now on is for its next life."""
         self.phase = Phase.WELCOME
@@ -65,6 +78,14 @@ class Guest:
         self._reception.forget(self)
 
     # The other half of the reception.
+
+    def call(self) -> None:
+        """It says HELLO: again, perhaps, if it was held for longer than it would wait."""
+        self.called.set()
+        if self._held:
+            self.phase = Phase.CALLED
+        else:
+            self._reception.greet(self)
 
     def fail(self, fault: str) -> None:
         """End this life, if it does not serve yet."""
@@ -97,16 +118,16 @@ class Reception:
         guests = sorted(self._guests.values(), key=lambda guest: guest.rank)
         return [guest.rank for guest in guests if guest.phase is Phase.EXPECTED]
 
-    def expect(self, rank: int, init: Init) -> Guest:
+    def expect(self, rank: int, init: Init, *, held: bool = False) -> Guest:
         """Have the next life of a rank told `init`: now, if it has said HELLO already.
 
         An engine waits for its answer for minutes: one that is restarted may well be here before
-        its former life is known to be over.
+        its former life is known to be over. With `held` it waits until `Guest.answer`.
         """
-        guest = self._guests[rank] = Guest(self, rank, init)
+        guest = self._guests[rank] = Guest(self, rank, init, held=held)
         if rank in self._waiting:
             self._waiting.discard(rank)
-            self._greet(guest)
+            guest.call()
         return guest
 
     def forget(self, guest: Guest) -> None:
@@ -139,19 +160,19 @@ class Reception:
             self._refuse(rank, f"it said {len(words)} frames at once, and each word is one")
             return
         try:
-            status = decode_hello(words[0]).status
+            word = decode_hello(words[0])
         except WireError as error:
             self._refuse(rank, str(error))
             return
-        if status == "HELLO":
+        if word.status == "HELLO":
             self._on_hello(rank)
         else:
-            self._on_ready(rank)
+            self._on_ready(rank, word.parallel_config_hash or None)
 
     def _on_hello(self, rank: int) -> None:
         guest = self._guests.get(rank)
-        if guest is not None and guest.phase is Phase.EXPECTED:
-            self._greet(guest)
+        if guest is not None and guest.phase in {Phase.EXPECTED, Phase.CALLED}:
+            guest.call()
             return
         self._waiting.add(rank)  # the newest: a ROUTER hands a routing id over
         if guest is None:
@@ -170,7 +191,8 @@ class Reception:
         else:
             guest.fail(f"it {guest.phase.value}, and now says HELLO: it has begun anew")
 
-    def _greet(self, guest: Guest) -> None:
+    def greet(self, guest: Guest) -> None:
+        """Tell one that has said HELLO its addresses; see `Guest.answer`."""
         try:
             self._send([rank_identity(guest.rank), encode_init(guest.init)])
         except PeerGone:
@@ -179,10 +201,10 @@ class Reception:
             guest.phase = Phase.GREETED
             guest.greeted.set()
 
-    def _on_ready(self, rank: int) -> None:
+    def _on_ready(self, rank: int, settings: str | None) -> None:
         guest = self._guests.get(rank)
         if guest is not None and guest.phase is Phase.GREETED:
-            guest.phase = Phase.READY
+            guest.phase, guest.settings = Phase.READY, settings
             guest.ready.set()
         elif guest is not None and guest.phase is Phase.READY:
             self._refuse(rank, "it says READY a second time")

@@ -267,6 +267,7 @@ class EngineReport(Struct, array_like=True):
     preemptions: Count = 0
     prefix_hit_tokens: Count = 0
     steps_halved: Count = 0
+    prefix_query_tokens: Count = 0
 
 
 class SchedulerStats(Struct, kw_only=True):

@@ -284,6 +284,8 @@ def test_switches_are_told(explain: Explain, file: Path) -> None:
     out = " ".join(explain(file, *(word for flag in flags for word in ("--set", flag))).split())
     assert "Engines publish no counts" in out
     assert "computed in bfloat16, weights in int4" in out
+    on_gpu = explain(file, "--set", "engines.0.device=cuda")
+    assert "computed in bfloat16 (auto) on cuda" in " ".join(on_gpu.split())
     waves = explain(file, "--set", "coordinator.wave_coordination=true")
     assert "Engines step together" in waves
 
@@ -333,6 +335,19 @@ def test_engines_that_join_are_told_of_with_the_commands_that_start_them(
     assert [f"    {each}" for each in gpu["start_with"]] == [
         line for line in out.splitlines() if line.startswith("    vllm serve")
     ]
+
+
+def test_of_engines_that_join_and_step_together_it_says_where_and_how_they_end(
+    explain: Explain, file: Path
+) -> None:
+    _, joining = JOINING.split("[[engines]]", 1)[1].split("[[engines]]")
+    together = 'vllm.rendezvous = "10.0.0.2:29560"\nsupervision.strategy = "one_for_all"\n'
+    file.write_text(f"[[engines]]{joining}{together}[coordinator]\nwave_coordination = true\n")
+    out = " ".join(explain(file).split())
+    assert "Rank 0 is to be where 10.0.0.2:29560 is, and the four ports after that must" in out
+    assert "takes no other with it" not in out
+    assert "All others are lost with it, as they step together" in out
+    assert "ends those that are left, and starts all again" in out
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from dpkit.messages import EngineId
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, README = ROOT / "dpkit.toml", ROOT / "README.md"
-COMMANDS = "run, engine, coordinator, check, explain, config, schema, fetch"
+COMMANDS = "run, engine, coordinator, bench, check, explain, config, schema, fetch"
 HEAVY = {"torch", "zmq", "trio", "numpy", "transformers", "rich"}
 
 

@@ -241,6 +241,7 @@ def test_while_a_model_loads_probes_are_answered_and_a_signal_ends_it(tmp_path) 
         assert process.stdout.readline() == "loads\n"
         served = Served(process, "", address)
         assert served.get("/health") == (200, b"")
+        assert b'dpkit:server_state{state="starting"} 1.0' in served.get("/metrics")[1]
         assert served.get("/ready")[0] == 503
         with served.post("/v1/completions", prompt="a") as response:
             assert response.status == 503
@@ -371,3 +372,17 @@ def test_without_what_an_extra_brings_it_says_how_to_get_it(
     assert done.returncode == 3
     assert done.stderr.startswith(f"error: {who} needs {module}")
     assert done.stderr.endswith(f"; `pip install 'dpkit[{extra}]'` brings it\n")
+
+
+def test_metrics_are_told_by_the_name_that_clients_use(tmp_path) -> None:
+    with serving(tmp_path, ECHO + "model_name = 'mine'\n") as served:
+        served.complete(prompt="ab")
+        status, text = served.get("/metrics")
+        assert status == 200
+        assert b'vllm:prompt_tokens_total{engine="0",model_name="mine"} ' in text
+        assert b'dpkit:server_state{state="ready"} 1.0' in text
+        total = (
+            'vllm:request_success_total{engine="%s",finished_reason="stop",model_name="mine"} 1.0'
+        )
+        assert any((total % rank).encode() in text for rank in "01")
+        assert served.end(TERM)[0] == 0

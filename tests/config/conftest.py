@@ -24,4 +24,6 @@ def full_example() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name in re.findall(r'_key_env = "(\w+)"', text):
             patch.setenv(name, "k")
-        yield re.sub(r"^(memory|handshake|host) = ", r"# \1 = ", text, flags=re.MULTILINE)
+        yield re.sub(
+            r"^(memory|handshake|host|rendezvous) = ", r"# \1 = ", text, flags=re.MULTILINE
+        )

@@ -23,6 +23,7 @@ MINIMAL = '[[engines]]\nmodel = "echo"\n'
 # another file's mistakes.
 BEYOND_A_SCHEMA = {
     "budget",
+    "device_of_no_weights",
     "duplicate_name",
     "events",
     "events_folder",
@@ -32,6 +33,7 @@ BEYOND_A_SCHEMA = {
     "extends_nothing",
     "extends_nul",
     "int4_in_float32",
+    "joining_lockstep",
     "lockstep",
     "lockstep_alone",
     "model_path",

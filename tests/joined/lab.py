@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster
     from dpkit.nursery.events import Event, EventKind
     from dpkit.nursery.slot import EngineSlot
-    from dpkit.wire.structs import Addresses, WireRequest
+    from dpkit.wire.structs import Addresses, Init, WireRequest
     from dpkit.wire.zsocket import ZSocket
 
 LIMIT_S = 15.0
@@ -175,11 +175,12 @@ class Puppet:
         self.requests: list[WireRequest] = []
         self.aborted: list[str] = []
         self.calls: list[str] = []
+        self.inits: list[Init] = []
         self.addresses: list[Addresses] = []
         self.handshake = handshake
         self._stack = stack
         self._context: Any = None
-        self.input = self.output = self.coordinator = handshake
+        self.input = self.output = self.coordinator = self.source = handshake
 
     # The handshake, word by word.
 
@@ -191,7 +192,9 @@ class Puppet:
 
     async def connect(self) -> None:
         [frame] = await self.handshake.receive()
-        there = decode_init(frame).addresses
+        init = decode_init(frame)
+        self.inits.append(init)
+        there = init.addresses
         self.addresses.append(there)
         self.input = await self.open(zmq.DEALER, there.inputs[0])
         self.output = await self.open(zmq.PUSH, there.outputs[0])
@@ -201,7 +204,7 @@ class Puppet:
         there = self.addresses[-1]
         assert there.coordinator_input is not None
         assert there.coordinator_output is not None
-        source = await self.open(zmq.XSUB, there.coordinator_input)
+        source = self.source = await self.open(zmq.XSUB, there.coordinator_input)
         self.coordinator = await self.open(zmq.PUSH, there.coordinator_output)
         source.send_nowait([SUBSCRIBE])
         return await source.receive()
@@ -298,7 +301,7 @@ class Puppet:
 
     def leave(self) -> None:
         """Be gone without a word, as a process that was killed."""
-        for each in (self.handshake, self.input, self.output):
+        for each in (self.handshake, self.input, self.output, self.coordinator, self.source):
             each.close(linger_ms=0)
 
     async def wait_for_request(self, number: int = 1) -> WireRequest:

@@ -3,12 +3,14 @@
 # ruff: noqa: N802 - the reports' numbers are capitals
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import trio
 import trio.testing
 from attrs import evolve
 
-from dpkit.errors import ConfigError, ScalingFailed
+from dpkit.errors import ConfigError, EngineLost, ScalingFailed
 from dpkit.names import EngineState
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
@@ -89,8 +91,57 @@ async def test_N04_a_group_shrinks_after_its_last_engine_has_finished() -> None:
                 await stream.read_all()
         assert stream.text == "AB"
         assert [each.name for each in cluster._slots] == ["v-0"]
-        with pytest.raises(ConfigError, match=r"between 1 and 1024, got 0"):
-            await cluster.scale("v", 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, r"between 1 and 1024, got 0"), (1, r"cluster\.min_ready is 2")]
+)
+async def test_N02_a_group_that_would_be_too_small_is_refused_before_anything_changes(
+    count: int, said: str
+) -> None:
+    address = free_address()
+    async with (
+        open_puppet(address, 0) as first,
+        open_puppet(address, 1) as second,
+        open_living(first, second),
+        open_joined(group(address, count=2), settings="[cluster]\nmin_ready = 2\n") as cluster,
+    ):
+        with pytest.raises(ConfigError, match=said):
+            await cluster.scale("v", count)
+        assert serves(cluster, "v-0")
+        assert serves(cluster, "v-1")
+
+
+async def test_N07_N11_one_that_leaves_gets_nothing_new_and_at_its_limit_lets_go() -> None:
+    address = free_address()
+    async with (
+        open_puppet(address, 0) as first,
+        open_puppet(address, 1) as second,
+        open_living(first, second),
+        open_joined(group(address, count=2)) as cluster,
+    ):
+        first.begins = True
+        slot = slot_of(cluster, "v-1")
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                async with cluster.client.generate("?", engine="v-1") as stream:
+                    with pytest.raises(EngineLost, match="v-1 was retired"):
+                        await stream.read_all()
+
+            nursery.start_soon(ask)
+            await second.wait_for_request()
+            second.token(second.requests[0].request_id, 65)
+            limit = trio.current_time() + 0.3
+            nursery.start_soon(partial(cluster.scale, "v", 1, deadline=limit))
+            await until(lambda: slot.state is EngineState.DRAINING)
+            for number in range(10):  # nobody waits, and nobody is sent there
+                async with cluster.client.generate("?") as stream:
+                    await stream.__anext__()
+                    first.finish(first.requests[number].request_id)
+                    await stream.read_all()
+        assert len(second.requests) == 1
+        await until(lambda: second.aborted)
 
 
 async def test_a_new_config_may_add_a_group_that_joins_and_take_it_away() -> None:
@@ -169,6 +220,10 @@ async def test_N08_lives_that_come_and_go_leave_nothing_behind() -> None:
             await until(lambda: "has not said HELLO" in repr(life_of(cluster, "v-0")))
             await trio.testing.wait_all_tasks_blocked()
             seen.append(Belongings.now())
-        assert seen[-1].tasks <= seen[0].tasks
-        assert len(seen[-1].descriptors) <= len(seen[0].descriptors)
+
+        def nothing_is_left() -> bool:  # libzmq's threads close what they had when they come to it
+            now, first = Belongings.now(), seen[0]
+            return now.tasks <= first.tasks and len(now.descriptors) <= len(first.descriptors)
+
+        await until(nothing_is_left)
         assert slot_of(cluster, "v-0").restarts == 20

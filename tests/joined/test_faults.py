@@ -447,8 +447,8 @@ async def test_counts_come_by_the_coordinators_socket_too() -> None:
 @pytest.mark.parametrize(
     ("frames", "said"),
     [
-        (encode_envelope(Envelope(0, start_wave=0)), "v-0 steps together with others"),
-        ([ENGINE_DEAD], "v-0 steps together with others, or tells its coordinator"),
+        (encode_envelope(Envelope(0, start_wave=0)), "v-0 steps together with others (then write"),
+        ([ENGINE_DEAD], "or tells its coordinator what no engine does that steps by itself"),
         ([b"\xc1"], "cannot read an output"),
     ],
 )

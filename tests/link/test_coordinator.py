@@ -353,6 +353,25 @@ async def test_what_no_engine_should_say_is_counted_and_logged(context, caplog, 
         assert coordinator.statistics().rules.current_wave == 0
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("dead", "an engine says that it is dead, and not which one"),
+        ("answer", "neither counts nor a wave: what else engines say is for clients"),
+        ("wave -1", "there is no wave -1"),
+    ],
+)
+async def test_why_an_engine_is_not_understood_is_in_the_log(context, caplog, what, said) -> None:
+    async with (
+        open_served(context, 1) as coordinator,
+        open_engine(context, coordinator.addresses) as engine,
+    ):
+        with caplog.at_level(logging.WARNING, "dpkit"):
+            engine.says.send_nowait(ODD_OUTPUTS[what])
+            await settle(lambda: coordinator.statistics().ignored > 0)
+        assert said in caplog.text
+
+
 ODD_WORDS = {
     "nothing": [b""],
     "a topic": [b"\x01counts"],
@@ -380,6 +399,7 @@ async def test_what_no_subscriber_should_say_is_counted_and_logged(
                 odd.send_nowait(frames)
                 await settle(lambda: statistics().ignored > 0)
             assert "cannot understand what was said to it" in caplog.messages[0]
+            assert ("a subscriber's word is one frame, not 2" in caplog.text) == (len(frames) == 2)
         assert coordinator.rules.engine_count == 1
         assert coordinator.statistics().rules.current_wave == 0
 
@@ -475,6 +495,7 @@ async def test_what_a_coordinator_says_amiss_is_passed_over(context, caplog) -> 
         told = client.subscription.statistics()
         assert (told.received, told.ignored, told.connected) == (4, 3, True)
         assert len(caplog.messages) == 2
+        assert "a coordinator's publish is one frame, not 2" in caplog.messages[1]
 
 
 async def test_what_a_client_does_with_a_snapshot_is_its_own_affair(context) -> None:

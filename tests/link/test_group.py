@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,14 @@ from attrs import evolve
 
 from dpkit.engine.waves import Ballot
 from dpkit.errors import LaunchFailed, WireError
-from dpkit.link.group import LockstepPlan, LoneBallots, open_group
+from dpkit.link.group import LockstepPlan, LoneBallots, import_ballots, open_group
 from dpkit.wire.structs import Addresses, Init
 from tests.link.lab import LIMITS
 from tests.link.ranks import free_port
 
 pytest.importorskip("torch")
+
+from torch import distributed
 
 from dpkit.link.gloo import Meeting, open_gloo
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
     from dpkit.link.gloo import GlooBallots
 
+_dist: Any = distributed  # its stubs lack half of what is used here
 LIMIT_S = 0.3
 PLAN = LockstepPlan(sync_interval=16, vote_timeout=1.0, start_timeout=1.0)
 ALONE = Addresses(inputs=("tcp://127.0.0.1:1",), outputs=("tcp://127.0.0.1:1",))
@@ -204,6 +208,28 @@ async def test_a_port_that_is_taken_is_named() -> None:
             raise AssertionError("it met nobody")
 
 
+async def test_who_came_and_left_before_all_were_connected_is_no_riddle() -> None:
+    (zero, _) = meetings(2, patience=1.0)
+    async with trio.open_nursery() as nursery:
+
+        def come_and_leave() -> None:
+            store = _dist.TCPStore(zero.host, zero.port, 2, is_master=False)
+            store.set("facts of 1", "{}")
+
+        nursery.start_soon(trio.to_thread.run_sync, come_and_leave)
+        with pytest.raises(LaunchFailed, match=r"met all others at .* and could not"):
+            async with open_gloo(zero, {}):
+                raise AssertionError("it met nobody")
+
+
+async def test_without_torch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "dpkit.link.gloo")
+    monkeypatch.delattr("dpkit.link.gloo")
+    with pytest.raises(LaunchFailed, match=r"by torch, and torch is missing; .*dpkit\[torch"):
+        import_ballots()
+
+
 # -- Who and where ---------------------------------------------------------------------------------
 
 open_one = partial(open_group, PLAN, rank=1, count=2, limits=LIMITS)
@@ -249,15 +275,26 @@ async def test_what_is_missing_is_named(
         {"dpkit_ranks": [0, 2]},
         {"dpkit_ranks": 7},
         {"dpkit_ranks": ["1"]},
-        MEET | {"data_parallel_master_port": 0},
-        MEET | {"data_parallel_master_port": "29500"},
-        MEET | {"data_parallel_master_ip": None},
-        MEET | {"data_parallel_master_ip": ""},
     ],
 )
-async def test_an_init_that_makes_no_sense_is_refused(told: dict[str, Any]) -> None:
-    with pytest.raises(WireError):
+async def test_an_init_with_a_group_of_others_is_refused(told: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="INIT gives rank 1 a group without itself"):
         async with open_one(init=Init(addresses=TOGETHER, parallel_config=told)):
+            raise AssertionError("it met nobody")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"data_parallel_master_port": 0},
+        {"data_parallel_master_port": "29500"},
+        {"data_parallel_master_ip": None},
+        {"data_parallel_master_ip": ""},
+    ],
+)
+async def test_an_init_that_names_no_place_is_refused(told: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="cannot meet"):
+        async with open_one(init=Init(addresses=TOGETHER, parallel_config=MEET | told)):
             raise AssertionError("it met nobody")
 
 

@@ -18,7 +18,7 @@ from tests.nursery.lab import STEP_S, Lab, Timed
 
 if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster
-    from dpkit.nursery.slot import EngineStatistics
+    from dpkit.nursery.standing import EngineStatistics
 
 
 async def _with_line(cluster: Cluster, faults: LineFaults, requests: int) -> list[str]:

@@ -157,7 +157,9 @@ async def test_statistics_count_what_the_engines_did(
     assert first.steps == 16
     assert now.clients[0].finished == 3
     for then, each in zip(cluster.statistics().engines, now.engines, strict=True):
-        assert then == evolve(each, state=EngineState.DOWN), "and still answers when it is over"
+        assert then == evolve(each, state=EngineState.DOWN, since=then.since), (
+            "and still answers when it is over"
+        )
     check_idle(cluster)
 
 

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 END = "</s>"
+EXPERTS = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 def write_byte_model(folder: Path) -> Path:
@@ -44,6 +50,13 @@ def write_byte_model(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def write_byte_model_of_experts(folder: Path) -> Path:
+    """Likewise, of a model whose ranks must step together."""
+    config = write_byte_model(folder) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | EXPERTS))
     return folder
 
 

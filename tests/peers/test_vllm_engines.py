@@ -52,7 +52,12 @@ OPTIONS = (
 
 def commands(address: str, model: Path, count: int) -> list[list[str]]:
     """What `dpkit explain` says how to start the engines: all of them, or one."""
-    (asked,) = make_config(group(address, count=count, model=str(model))).engines
+    return start_commands_of(group(address, count=count, model=str(model)))
+
+
+def start_commands_of(toml: str, settings: str = "") -> list[list[str]]:
+    """Likewise, of any group."""
+    (asked,) = make_config(toml, settings=settings).engines
     return [shlex.split(each) for each in start_commands("dpkit.toml", asked, 0)]
 
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.peers.byte_model import write_byte_model
+from tests.peers.byte_model import write_byte_model_of_experts
 from tests.peers.harness import open_server
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(120)]
 pytest.importorskip("torch")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_engines.py"
-EXPERTS = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
 LOCKSTEP = """
 [[engines]]
 model = "echo"
@@ -38,9 +31,7 @@ level = "debug"
 def test_waves_follow_each_other_under_vllms_own_coordinator(
     vllm_rs: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    model = write_byte_model(tmp_path / "model")
-    config = model / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | EXPERTS))
+    model = write_byte_model_of_experts(tmp_path / "model")
     (tmp_path / "dpkit.toml").write_text(LOCKSTEP)
     told = environment | {"DPKIT_CONFIG": str(tmp_path / "dpkit.toml")}
     with open_server(vllm_rs, model, EXAMPLE, tmp_path, count=2, environment=told) as served:

@@ -24,6 +24,11 @@ FAIL_SWEEP = f"{NURSERY}/test_fail_sweep.py"
 FAULTS = f"{NURSERY}/test_fault_table.py"
 ENDS = f"{NURSERY}/test_request_ends.py"
 SERVE = "tests/serve"
+OBSERVE = "tests/observe"
+_GROW = "test_M01_each_engine_has_its_rows_and_they_only_grow"
+BENCH = "tests/bench"
+JOINED = "tests/joined"
+LOCKSTEP = f"{JOINED}/test_lockstep.py"
 _LEAVES = "test_D01_the_abort_reaches_the_engine_after_three_tokens"
 _LOST = "test_J08_an_engine_lost_in_midstream_is_an_event_and_no_done"
 SUBMISSIONS = f"{NURSERY}/test_submission.py"
@@ -54,6 +59,22 @@ PLANTS = {
         "dpkit/nursery/stream.py",
         "        self._flights.begin(self)\n",
         "        self._flights.begin(self)\n        await trio.lowlevel.checkpoint()\n",
+    ),
+    "deeds_forgotten": Plant(
+        "P2",
+        "what an engine did goes when it goes, and counters go down",
+        "dpkit/nursery/roster.py",
+        "            self.departed[slot.rank] = before.plus(slot.totals())\n",
+        "            self.departed[slot.rank] = before\n",
+        f"{OBSERVE}/test_bug_reports_m.py::{_GROW}",
+    ),
+    "lives_forgotten": Plant(
+        "P2",
+        "what an engine did before its restart is told no more",
+        "dpkit/nursery/slot.py",
+        "        return now if self._past is None else now.plus(self._past)\n",
+        "        return now\n",
+        f"{OBSERVE}/test_bug_reports_m.py::{_GROW}",
     ),
     "abort_forgotten": Plant(
         "P3",
@@ -267,12 +288,52 @@ PLANTS = {
         "            self.responder.write(self._left() + self.form.ending(self.usage))\n",
         f"{SERVE}/test_openai_errors.py::{_LOST}",
     ),
+    "bench_waits_with_the_server": Plant(
+        "P6",
+        "a load generator that was kept waiting counts from when it came to send, and hides it",
+        "dpkit/bench/record.py",
+        "return self.moments[0] - self.intended if self.moments else None",
+        "return self.moments[0] - self.began if self.moments else None",
+        f"{BENCH}/test_load.py::test_a_generator_that_comes_late_says_so",
+    ),
+    "bench_counts_the_warm_up": Plant(
+        "P2",
+        "what a load generator was told to leave out is in its figures",
+        "dpkit/bench/summary.py",
+        "measured = [record for record in everything if not record.is_warm_up]",
+        "measured = everything",
+        f"{BENCH}/test_load.py::test_the_warm_up_is_sent_and_left_out",
+    ),
+    "bench_counts_half_answers": Plant(
+        "P2",
+        "a stream that was cut off counts as an answer",
+        "dpkit/bench/openai.py",
+        "if not self._reader.is_done:",
+        "if not self._reader.is_done and not self._record.moments:",
+        f"{BENCH}/test_openai.py::test_a_stream_without_done_is_no_answer",
+    ),
+    "answered_alone": Plant(
+        "P4",
+        "a rank is told where to meet others that may never come, and cannot be called off",
+        "dpkit/nursery/joined.py",
+        "            held = round_ is not None\n",
+        "            held = False\n",
+        f"{LOCKSTEP}::test_nobody_is_answered_before_all_have_said_hello",
+    ),
+    "wave_unheard": Plant(
+        "P5",
+        "requests are stamped with a wave that is over, so that other ranks take it for stale",
+        "dpkit/nursery/joined.py",
+        "            round_.stamp(connection)\n",
+        "",
+        f"{LOCKSTEP}::test_I02_the_first_request_at_any_rank_wakes_the_others_and_waves_are_told",
+    ),
 }
 
 
 def planted_copy(name: str, directory: Path) -> None:
     """Copy what the tests need into `directory`, and apply the patch of that name."""
-    for part in ("dpkit", NURSERY, SERVE):
+    for part in ("dpkit", NURSERY, SERVE, OBSERVE, BENCH, JOINED):
         shutil.copytree(ROOT / part, directory / part, ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(ROOT / part, directory / part)

@@ -270,7 +270,7 @@ async def test_the_last_rank_goes_on_alone() -> None:
 async def test_who_was_lost_long_ago_comes_back_at_the_next_loss() -> None:
     async with open_ranks(3, strategy="all_but_one", more=', period = "1s"') as cluster:
         kill(cluster, "e-0")
-        await until(lambda: members(cluster) == {"e-1", "e-2"})
+        await wait_anew(cluster, {"e-1", "e-2"}, 1)
         await trio.sleep(1.0)
         kill(cluster, "e-2")
         await until(lambda: members(cluster) == {"e-0", "e-1"})

@@ -95,8 +95,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("name", ["cpu_gather", "cuda_flex", "cuda_varlen"])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["gather", "cuda_varlen"])
 def test_all_backends_say_the_same(name, step, block_size, scale, flash_attn) -> None:
     expected = run("sdpa", step, block_size, scale)
     assert torch.allclose(run(name, step, block_size, scale), expected, atol=1e-5)
@@ -122,24 +121,21 @@ def test_the_best_backend_is_chosen_by_what_there_is(monkeypatch, flash_attn) ->
         backend = choose_backend.__wrapped__(kind(*args))
         return next(name for name, known in BACKENDS.items() if known is backend)
 
-    assert chosen("cpu") == "cpu_gather"
+    assert chosen("cpu") == "gather"
     assert chosen("cuda:0", torch.bfloat16, 256) == "cuda_varlen"
-    assert chosen("cuda:0", torch.bfloat16, 16) == "cuda_flex"
-    assert chosen("cuda:0", torch.float32, 256) == "cuda_flex"
-    assert chosen("mps") == "sdpa"
+    assert chosen("cuda:0", torch.bfloat16, 16) == "gather"
+    assert chosen("cuda:0", torch.float32, 256) == "gather"
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert chosen("cuda:0", torch.bfloat16, 256) == "cuda_flex"
+    assert chosen("cuda:0", torch.bfloat16, 256) == "gather"
 
 
 @pytest.mark.parametrize(
     ("name", "where", "message"),
     [
-        ("fast", kind("cpu"), "no attention backend 'fast'; there are cuda_varlen, cuda_flex, "),
-        ("cuda_flex", kind("cpu"), "attention backend 'cuda_flex' needs a CUDA device, not cpu"),
+        ("fast", kind("cpu"), "no attention backend 'fast'; there are cuda_varlen, gather, sdpa"),
         ("cuda_varlen", kind("cpu"), "'cuda_varlen' needs a CUDA device, not cpu"),
         ("cuda_varlen", kind("cuda", torch.float32), "computes in float16 and bfloat16, not torch"),
         ("cuda_varlen", kind("cuda"), "a block_size that is a multiple of 256, not 16"),
-        ("cpu_gather", kind("cuda"), "'cpu_gather' is for CPUs"),
     ],
 )
 def test_a_backend_that_cannot_says_why(name, where, message, flash_attn) -> None:
@@ -162,8 +158,8 @@ def test_a_model_may_be_told_which(tmp_path: Path, load, make_engine) -> None:
     asked = {f"{n}": ([5, 9, 200] * n, SamplingParams(max_tokens=9)) for n in (1, 2, 9)}
     told = make_engine(load(folder, attention="sdpa"), max_num_batched_tokens=8)
     assert told.answer(asked) == make_engine(load(folder)).answer(asked)
-    with pytest.raises(ModelUnsupported, match="'cuda_flex' needs a CUDA device, not cpu"):
-        make_engine(load(folder, attention="cuda_flex"))
+    with pytest.raises(ModelUnsupported, match="'cuda_varlen' needs a CUDA device, not cpu"):
+        make_engine(load(folder, attention="cuda_varlen"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -14,7 +14,7 @@ from dpkit.config.schema import Config, EngineGroupConfig
 from dpkit.engine.models.torch.linear import Int4
 from dpkit.engine.models.torch.model import TorchModel
 from dpkit.engine.models.torch.transformer import Transformer
-from dpkit.errors import ClusterNotStarted, OutOfMemory
+from dpkit.errors import ClusterNotStarted, ModelUnsupported, OutOfMemory
 from dpkit.names import Dtype, Quant
 from dpkit.nursery.cluster import open_cluster
 from dpkit.testing.tiny import write_tiny_directory
@@ -43,6 +43,16 @@ async def test_each_group_gets_the_model_that_it_asks_for(tmp_path: Path) -> Non
         assert half.spec.kv_bytes_per_token * 2 == exact.spec.kv_bytes_per_token
         assert small.spec.kv_bytes_per_token == half.spec.kv_bytes_per_token
         assert len((await cluster.client.complete("hello", max_tokens=3)).token_ids) <= 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+async def test_a_device_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+    path = write_tiny_directory(tmp_path / "tiny")
+    file = tmp_path / "dpkit.toml"
+    file.write_text(f'[[engines]]\nmodel = "{path}"\ndevice = "cuda"\n')
+    with pytest.raises(ModelUnsupported, match="device 'cuda' cannot be used here: "):
+        async with open_cluster(load_config(file)):
+            pass
 
 
 @pytest.mark.parametrize(

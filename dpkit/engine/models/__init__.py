@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 _CLASS_PATH = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
 
-def load_model(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NONE) -> Model:
+def load_model(
+    name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NONE, device: str = "cpu"
+) -> Model:
     """Load the model that a config names.
 
     Args:
@@ -28,6 +30,7 @@ def load_model(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NON
             Face layout, or a `.gguf` file.
         dtype: what a model of real weights computes in; nothing to the others.
         quant: how its weights are kept; likewise.
+        device: where it computes, as torch calls it; likewise.
 
     Raises:
         ModelNotFound: there is no such model; the message says what there is or how to get it.
@@ -47,10 +50,12 @@ def load_model(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NON
         from dpkit.engine.models.torch import load_torch_model  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise _missing(name, error) from error
-    return load_torch_model(name, dtype=dtype, quant=quant)
+    return load_torch_model(name, dtype=dtype, quant=quant, device=device)
 
 
-def load_face(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NONE) -> ModelFace:
+def load_face(
+    name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NONE, device: str = "cpu"
+) -> ModelFace:
     """Load what can be known of a model without its weights; arguments and errors as `load_model`.
 
     Imports no torch. A class of yours is made all the same, since only it knows its tokenizer: load
@@ -67,7 +72,7 @@ def load_face(name: str, *, dtype: Dtype = Dtype.AUTO, quant: Quant = Quant.NONE
         from dpkit.engine.models.torch.face import TorchFace  # noqa: PLC0415 - numpy, tokenizers
     except ModuleNotFoundError as error:
         raise _missing(name, error) from error
-    return TorchFace(name, dtype=dtype, quant=quant)
+    return TorchFace(name, dtype=dtype, quant=quant, device=device)
 
 
 def load_served(name: str) -> ModelFace:

@@ -27,7 +27,7 @@ def load_torch_model(
         name: which.
         dtype: what it computes in, KV cache included; float32 weights are mapped, not copied.
         quant: how its weights are kept.
-        device: as torch calls it. Other than "cpu" is untried: see docs/models.md.
+        device: as torch calls it; docs/models.md says what was tried on a GPU.
         attention: a backend by its name, of `dpkit.engine.models.torch.attention`.
 
     Raises:

@@ -25,12 +25,12 @@ class TorchFace:
         ModelNotFound, ModelUnsupported: as loading the model would, but for its weights.
     """
 
-    def __init__(self, name: str, *, dtype: Dtype, quant: Quant) -> None:
+    def __init__(self, name: str, *, dtype: Dtype, quant: Quant, device: str = "cpu") -> None:
         self._checkpoint = read_checkpoint(locate(name))
         self.spec = model_spec(
             read_shape(self._checkpoint.path, self._checkpoint.config),
             eos_token_ids=self._checkpoint.eos_token_ids,
-            dtype=resolve_dtype(dtype, quant),
+            dtype=resolve_dtype(dtype, quant, device),
         )
 
     def tokenizer(self) -> HfTokenizer:

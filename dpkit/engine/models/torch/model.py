@@ -67,7 +67,7 @@ class TorchModel(Model):
         Raises:
             ModelUnsupported: an architecture, an option of it or a tensor type that isn't built.
         """
-        dtype = resolve_dtype(dtype, quant)
+        dtype = resolve_dtype(dtype, quant, device)
         self._checkpoint = checkpoint
         self._attention = attention
         self._transformer = _load(checkpoint, dtype, quant, _device(device))

@@ -22,8 +22,8 @@ _FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16"}
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-def resolve_dtype(dtype: Dtype, quant: Quant = Quant.NONE) -> Dtype:
-    """What `auto` comes to on this machine.
+def resolve_dtype(dtype: Dtype, quant: Quant = Quant.NONE, device: str = "cpu") -> Dtype:
+    """What `auto` comes to on a device of this machine: any GPU is fast at bfloat16.
 
     Raises:
         ModelUnsupported: `dtype` and `quant` exclude each other.
@@ -36,7 +36,8 @@ def resolve_dtype(dtype: Dtype, quant: Quant = Quant.NONE) -> Dtype:
             )
         return Dtype.BFLOAT16
     if dtype is Dtype.AUTO:
-        return Dtype.BFLOAT16 if cpu_is_fast_at_bfloat16() else Dtype.FLOAT32
+        fast = device != "cpu" or cpu_is_fast_at_bfloat16()
+        return Dtype.BFLOAT16 if fast else Dtype.FLOAT32
     return dtype
 
 

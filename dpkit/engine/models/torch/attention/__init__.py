@@ -11,7 +11,6 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dpkit.engine.models.torch.attention.flex import FlexBackend
 from dpkit.engine.models.torch.attention.gather import GatherBackend
 from dpkit.engine.models.torch.attention.sdpa import SdpaBackend
 from dpkit.engine.models.torch.attention.varlen import VarlenBackend
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
     {
         "cuda_varlen": VarlenBackend(),
-        "cuda_flex": FlexBackend(),
-        "cpu_gather": GatherBackend(),
+        "gather": GatherBackend(),
         "sdpa": SdpaBackend(),
     }
 )

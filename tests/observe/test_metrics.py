@@ -1,0 +1,277 @@
+"""`/metrics`: every family is told, in both formats, at no cost to anybody else."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+import trio.testing
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from dpkit.config.load import parse_config
+from dpkit.nursery.cluster import open_cluster
+from dpkit.observe import Metrics
+from dpkit.observe.catalogue import ALIASES, FAMILIES, Kind, samples_of
+from dpkit.serve.asgi import AsgiApp
+from dpkit.serve.service import serve_http
+from dpkit.testing.http import ReplyReader, render
+from tests.nursery.lab import settle
+from tests.observe.lab import Scraped, busy_scrape, open_observed, scrape
+from tests.serve.desk import CHAT, COMPLETIONS, ECHO, SLOW
+from tests.serve.test_asgi import Visit
+from tests.serve.test_openai_sockets import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.core import Metric
+
+    from dpkit.testing.http import Reply
+
+OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,*/*;q=0.1"
+)
+
+
+async def test_every_family_is_told_with_its_kind_and_labels() -> None:
+    scraped = await busy_scrape()
+    for family in FAMILIES:
+        assert scraped.kinds[family.name] == family.kind, family.name
+        for name in samples_of(family):
+            for _, labels in scraped.series(name):
+                names = {key for key, _ in labels} - {"le"}
+                assert names == set(family.labels), name
+
+
+async def test_nothing_else_is_told_but_of_the_process() -> None:
+    scraped = await busy_scrape()
+    names = {family.name for family in FAMILIES}
+    others = {name for name in scraped.kinds if name not in names}
+    assert {name.partition("_")[0] for name in others} == {"process", "python"}
+    assert scraped.get("process_resident_memory_bytes") > 1e6
+
+
+async def test_older_names_have_the_same_numbers_and_can_be_left_out() -> None:
+    scraped = await busy_scrape()
+    for alias in ALIASES:
+        assert alias.alias_of is not None
+        for name in samples_of(alias):
+            now = name.replace(alias.name, alias.alias_of)
+            told = {labels: value for (_, labels), value in scraped.series(now).items()}
+            assert {labels: v for (_, labels), v in scraped.series(name).items()} == told
+    async with open_cluster(parse_config(ECHO)) as cluster:
+        kinds = scrape(Metrics(cluster, legacy_aliases=False)).kinds
+    assert not {alias.name for alias in ALIASES} & set(kinds)
+    assert "vllm:kv_cache_usage_perc" in kinds
+
+
+async def test_it_is_told_over_a_real_socket_in_both_formats() -> None:
+    config = parse_config(f"{ECHO}[server]\nlisten = '127.0.0.1:0'\n")
+    async with open_cluster(config) as cluster, trio.open_nursery() as nursery:
+        metrics = Metrics(cluster)
+        service = await nursery.start(partial(serve_http, cluster, metrics=metrics))
+        metrics.watch(service.front)
+
+        async def ask(method: str, path: str, body: bytes = b"", accept: str = "") -> Reply:
+            async with await connect(service.addresses[0]) as stream:
+                headers = [(b"accept", accept.encode())] if accept else []
+                await stream.send_all(render(method, path, body, headers))
+                reader = ReplyReader(head_only=method == "HEAD")
+                while not reader.is_complete:
+                    reader.feed(await stream.receive_some())
+            return reader.reply()
+
+        await ask("POST", COMPLETIONS, b'{"prompt": "abcd", "max_tokens": 3}')
+        plain = await ask("GET", "/metrics")
+        assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert Scraped.of(plain.body).get("vllm:generation_tokens_total", model_name="echo") == 3
+        assert (await ask("HEAD", "/metrics")).status == 200
+        for accept in (OPEN_METRICS, PROMETHEUS_3):
+            told = await ask("GET", "/metrics", accept=accept)
+            kind = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+            assert told.headers["content-type"] == kind
+            families = {f.name: f for f in text_string_to_metric_families(told.body.decode())}
+            [tokens] = [s.value for s in families["vllm:prompt_tokens"].samples if s.value]
+            assert tokens == 4
+            assert {f.name.removesuffix("_total") for f in FAMILIES if f.kind is Kind.COUNTER} <= {
+                *families
+            }
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_asgi_application_tells_it_too() -> None:
+    async with open_cluster(parse_config(ECHO)) as cluster:
+        metrics = Metrics(cluster, model_name="mine")
+        app = AsgiApp(cluster, metrics=metrics)
+        metrics.watch(app.front)
+        for path, body in ((COMPLETIONS, b'{"prompt": "ab"}'), ("/nowhere", b""), (CHAT, b"no")):
+            await Visit(app, path, body).run()
+        visit = Visit(app, "/metrics", method="GET")
+        await visit.run()
+        told = Scraped.of(visit.sent[1]["body"])
+        assert told.get("vllm:request_success_total", model_name="mine") == 1
+        answers = "dpkit:http_answers_total"
+        assert told.get(answers, handler=COMPLETIONS, code="200", ending="finished") == 1
+        assert told.get(answers, handler="none", code="404") == 1
+        assert told.get(answers, handler=CHAT, code="400") == 1
+
+
+async def test_before_there_is_a_cluster_the_server_tells_of_itself() -> None:
+    metrics = Metrics()
+    told = scrape(metrics)
+    assert told.get("python_info") == 1
+    assert not told.series("dpkit:server_state"), "nobody serves"
+    assert "cluster" not in repr(metrics).lower()
+    async with open_observed() as (_, metrics):
+        told = scrape(metrics)
+        assert told.get("dpkit:server_state", state="ready") == 1
+        assert told.get("dpkit:server_state") == 1, "it is in one state"
+
+
+async def test_probes_hide_nobody(autojump_clock: Any) -> None:
+    async with open_observed() as (desk, metrics):
+        await desk.ask(COMPLETIONS, prompt="a")
+        for path in ("/health", "/health", "/ready", "/metrics"):
+            await desk.get(path)
+        await desk.refused(COMPLETIONS)
+        await desk.client().request("BREW", COMPLETIONS)
+        told = scrape(metrics)
+        assert told.get("http_requests_total") == 3
+        assert told.get("http_requests_total", method="POST", status="2xx") == 1
+        assert told.get("http_requests_total", status="4xx", handler=COMPLETIONS) == 1
+        assert told.get("http_requests_total", method="other", handler="none") == 1
+        assert told.get("http_request_duration_seconds_count", method="POST") == 2
+        assert told.get("dpkit:http_answers_total", handler="/health", code="200") == 2
+
+
+class Gate(Collector):
+    """A metric that takes as long as it is told to."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.asked: list[threading.Thread] = []
+
+    def collect(self) -> Iterator[Metric]:
+        self.asked.append(threading.current_thread())
+        assert self.open.wait(30)
+        yield GaugeMetricFamily("gate", "It is open.", 1)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open.set()
+
+
+async def until(is_so: Any) -> None:
+    """Wait for what a thread does."""
+    while not is_so():  # noqa: ASYNC110 - nobody tells
+        await trio.sleep(0.001)
+
+
+async def test_a_scrape_that_takes_long_keeps_nobody_waiting_and_is_shared(gate: Gate) -> None:
+    async with open_observed() as (desk, metrics), trio.open_nursery() as nursery:
+        metrics._process.register(gate)
+        gate.open.clear()
+        gate.asked.clear()
+        got: list[Any] = []
+
+        async def ask() -> None:
+            got.append(await desk.get("/metrics"))
+
+        nursery.start_soon(ask)
+        await until(lambda: gate.asked)
+        for _ in range(20):
+            nursery.start_soon(ask)
+        await desk.ask(COMPLETIONS, prompt="a")  # whoever asks for tokens has them meanwhile
+        assert (await desk.get("/health")).status == 200
+        assert not got
+        gate.open.set()
+        await until(lambda: len(got) == 21)
+        assert all(reply.status == 200 for reply in got)
+        assert threading.main_thread() not in gate.asked
+        assert len(gate.asked) == 2, "those who came meanwhile share the next one"
+        assert b'vllm:prompt_tokens_total{engine="0",model_name="echo"} 0.0' in got[0].body
+        assert Scraped.of(got[-1].body).get("vllm:prompt_tokens_total") == 1, "which is new"
+
+
+async def test_a_scraper_that_leaves_keeps_nobody_waiting(gate: Gate) -> None:
+    async with open_cluster(parse_config(ECHO)) as cluster:
+        metrics = Metrics(cluster)
+        metrics._process.register(gate)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(metrics.scrape)
+            await until(lambda: len(gate.asked) >= 1)
+            nursery.cancel_scope.cancel()
+        assert not gate.open.is_set(), "it was not waited for"
+        gate.open.set()
+        assert scrape(metrics).get("gate") == 1
+
+
+async def test_two_scrapes_of_one_moment_are_two(autojump_clock: Any) -> None:
+    async with open_cluster(parse_config(ECHO)) as cluster:
+        metrics = Metrics(cluster)
+        for expected in range(3):
+            assert scrape(metrics).get("dpkit:requests_admitted_total") == expected
+            await cluster.client.complete("a")
+
+
+async def test_who_raises_among_the_listeners_harms_nobody(
+    autojump_clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    async with open_cluster(parse_config(ECHO)) as cluster:
+        cluster.events.observers.append(fail)
+        metrics = Metrics(cluster)
+        await cluster.client.complete("a")
+        assert scrape(metrics).get("vllm:request_success_total") == 1
+    assert "an observer of events failed" in caplog.text
+
+
+async def test_a_client_that_leaves_is_counted(autojump_clock: Any) -> None:
+    async with open_observed(SLOW) as (desk, metrics):
+        client = desk.client()
+        client.send(render("POST", COMPLETIONS, b'{"prompt": "abcdefgh"}'))
+        await trio.sleep(0.25)
+        client.close()
+        await trio.sleep(1)
+        await settle()
+        told = scrape(metrics)
+        assert told.get("dpkit:client_disconnects_total") == 1
+        assert told.get("dpkit:http_answers_total", code="499", ending="client_gone") == 1
+        assert told.get("vllm:request_success_total", finished_reason="abort") == 1
+        assert told.get("dpkit:requests_ended_total", cause="client") == 1
+        assert told.get("dpkit:cancel_to_freed_seconds_count") == 1
+
+
+async def test_a_scrape_gives_the_garbage_collector_nothing_to_stop_all_threads_for() -> None:
+    """Samples go as they are written: made all at once, they set off hundreds of collections."""
+    async with open_cluster(parse_config(ECHO.replace("count = 2", "count = 64"))) as cluster:
+        metrics = Metrics(cluster)
+        numbers = metrics.numbers()
+        generations: list[int] = []
+
+        def note(phase: str, info: dict[str, int]) -> None:
+            if phase == "start":
+                generations.append(info["generation"])
+
+        gc.collect()
+        gc.callbacks.append(note)
+        try:
+            _, text = metrics._render(numbers, "")
+        finally:
+            gc.callbacks.remove(note)
+        assert len(text.splitlines()) > 15_000
+        assert len(generations) < 20, generations
+        assert 2 not in generations
