@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_log = logging.getLogger("dpkit.nursery.flights")
-
 _DRAIN_RETRY_S = 5.0
 """What a client of a draining cluster is told to wait: about the time a restarted pod needs."""
 
@@ -132,9 +130,7 @@ class Flight:
         self.placement, self.engine, self.answered = placement, placement.engine, False
         if self.placed_at is None:
             self.placed_at = now
-        if _log.isEnabledFor(logging.DEBUG):
-            what = self.request.request_id, placement.engine, placement.reason
-            _log.debug("request %s goes to %s by %s", *what)
+        _log_placement(self.request.request_id, placement)
 
     def answer(self) -> None:
         """Take note that the engine that has it now has given a token."""
@@ -242,7 +238,7 @@ def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
     )
 
 
-def log_placement(request_id: str, placement: Placement) -> None:
+def _log_placement(request_id: str, placement: Placement) -> None:
     """Tell where a request goes, for who looks for errors."""
     if _log.isEnabledFor(logging.DEBUG):
         engine, of = placement.engine, about(request_id=request_id, engine=placement.engine)

@@ -19,7 +19,7 @@ from dpkit.errors import ClusterClosed, EngineLost, describe
 from dpkit.names import Cause, FinishReason
 from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
-from dpkit.nursery.flight import Flight, cause_of, lateness, log_placement, not_retried, refusal
+from dpkit.nursery.flight import Flight, cause_of, lateness, not_retried, refusal
 from dpkit.nursery.inbox import duplicate
 from dpkit.nursery.meter import FirstTokens
 
@@ -304,7 +304,6 @@ class Flights:
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
             return
         request_id, engine = flight.request.request_id, placement.engine
-        log_placement(request_id, placement)
         flight.place(placement, now)
         self.placed += 1
         self._alarms.discard(request_id)
