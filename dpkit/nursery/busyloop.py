@@ -15,11 +15,10 @@ import trio
 
 from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, describe, reason
 from dpkit.link.local import LocalLink
-from dpkit.messages import EngineOutput, EngineStats, StepWork
-from dpkit.names import FinishReason
+from dpkit.messages import EngineStats, StepWork
 from dpkit.nursery.handout import HandOut
-from dpkit.nursery.inbox import NOBODY, duplicate
-from dpkit.nursery.meter import Meter
+from dpkit.nursery.inbox import NOBODY, duplicate, failed
+from dpkit.nursery.meter import Meter, first_prompts
 from dpkit.nursery.runner import Patience, open_runner
 
 if TYPE_CHECKING:
@@ -30,7 +29,14 @@ if TYPE_CHECKING:
     from dpkit.engine.core import EngineCore, EngineCoreStatistics
     from dpkit.engine.limits import EngineLimits
     from dpkit.engine.publish import PublishGate
-    from dpkit.messages import Batch, EngineId, GenerateRequest, StepReport, StepResult
+    from dpkit.messages import (
+        Batch,
+        EngineId,
+        EngineOutput,
+        GenerateRequest,
+        StepReport,
+        StepResult,
+    )
     from dpkit.nursery.inbox import Deliver, Inbox, OnReport, Sender
     from dpkit.nursery.lockstep import Lockstep
     from dpkit.nursery.runner import Runner
@@ -163,7 +169,7 @@ class BusyLoop:
                 self._steps += 1
                 self.last_step = self.core.work
                 outputs = self.core.apply(batch, result)
-                self.meter.step(len(outputs), _first_prompts(batch))
+                self.meter.step(len(outputs), first_prompts(batch))
                 await self._hand_out.run(outputs)
                 self._publish_if_changed()
                 self._flush(())
@@ -249,7 +255,7 @@ class BusyLoop:
         request_id = request.request_id
         if request_id in self._deliver:  # another client's: its outputs must not be mixed up
             error = duplicate(request_id)
-            deliver(self.engine, _failed(request_id, error))
+            deliver(self.engine, failed(request_id, error))
             return
         self._deliver[request_id] = deliver
         self.core.add(request)
@@ -288,7 +294,7 @@ class BusyLoop:
                 request_id=request_id,
             )
             error.__cause__ = cause
-            deliver(self.engine, _failed(request_id, error))
+            deliver(self.engine, failed(request_id, error))
         self.core.end()
 
     @property
@@ -397,18 +403,3 @@ class BusyLoop:
                     report=self.report(),
                 )
             )
-
-
-def _first_prompts(batch: Batch) -> list[int]:
-    """Lengths of the prompts whose first output token a step samples."""
-    prompts = []
-    for row in reversed(batch.rows):  # decodes come first, and there are many of them
-        if row.is_decode:
-            break
-        if row.output_index == 0:
-            prompts.append(len(row.prompt_token_ids))
-    return prompts
-
-
-def _failed(request_id: str, error: Exception) -> EngineOutput:
-    return EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)

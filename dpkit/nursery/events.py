@@ -144,9 +144,8 @@ class EventLog:
         self._ring.append(event)
         level = _LEVELS.get(event.kind, logging.INFO)
         if _log.isEnabledFor(level):
-            _log.log(
-                level, "%s", event, extra=about(request_id=event.request_id, engine=event.engine)
-            )
+            of = about(request_id=event.request_id, engine=event.engine)
+            _log.log(level, "%s", event, extra=of)
         self._emitted += 1
         if self._lot:
             self._lot.unpark()

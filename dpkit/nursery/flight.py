@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.meter import FirstTokens
 
-_log = logging.getLogger("dpkit.nursery.flights")
+_log = logging.getLogger(__name__)
 
 _DRAIN_RETRY_S = 5.0
 """What a client of a draining cluster is told to wait: about the time a restarted pod needs."""

@@ -76,6 +76,7 @@ class Flights:
         """Go on with new limits, and perhaps another dispatch; nobody under way notices."""
         self._limits = limits
         if dispatch is not None:
+            dispatch.picks = self._dispatch.picks  # counted since the start, whoever picks
             self._dispatch = dispatch
             dispatch.take_over()
             for flight in self._flights.values():

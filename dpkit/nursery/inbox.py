@@ -12,11 +12,13 @@ import trio
 from attrs import define, field, frozen
 
 from dpkit.errors import EngineLost, RequestRejected
+from dpkit.messages import EngineOutput
+from dpkit.names import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-    from dpkit.messages import EngineId, EngineOutput, GenerateRequest, StepReport
+    from dpkit.messages import EngineId, GenerateRequest, StepReport
 
     Deliver = Callable[[EngineId, EngineOutput], None]
     OnReport = Callable[[EngineId, StepReport], None]
@@ -145,3 +147,8 @@ class Inbox:
     async def wait(self) -> None:
         """Wait until `drain` has something to give, or `wake` was called, or all is closed."""
         await self._wake.wait()
+
+
+def failed(request_id: str, error: Exception) -> EngineOutput:
+    """The last output of a request that an error ends."""
+    return EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)

@@ -16,6 +16,8 @@ from attrs import define, field, frozen, setters
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from dpkit.messages import Batch
+
 INTER_TOKEN_S = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0),
@@ -174,3 +176,14 @@ class Meter:
             step_tokens=self._step_tokens.now(),
             abort_to_free_s=self._freed.now(),
         )
+
+
+def first_prompts(batch: Batch) -> list[int]:
+    """Lengths of the prompts whose first output token a step samples."""
+    prompts = []
+    for row in reversed(batch.rows):  # decodes come first, and there are many of them
+        if row.is_decode:
+            break
+        if row.output_index == 0:
+            prompts.append(len(row.prompt_token_ids))
+    return prompts

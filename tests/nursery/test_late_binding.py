@@ -30,6 +30,8 @@ from dpkit.text.bytes import ByteTokenizer
 from tests.nursery.lab import STEP_S, Lab, Timed, loop_of, settle
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from dpkit.messages import GenerateRequest
     from dpkit.nursery.submission import Submission
 
@@ -276,6 +278,11 @@ class SilentLink:
 
     def abort(self, request_id: str) -> None:
         self.has.remove(request_id)
+
+    def take_back(
+        self, _request_ids: Sequence[str], on_taken: Callable[[EngineId, Sequence[str]], object]
+    ) -> None:
+        on_taken(self.engine, ())
 
 
 async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news() -> None:

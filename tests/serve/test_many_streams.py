@@ -24,7 +24,7 @@ from tests.cli.test_run_serves import Served, serving
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-STREAMS, DEAF, TOKENS = 1500, 100, 250
+STREAMS, DEAF, TOKENS = 1500, 100, 300
 GOAL_S = 0.1
 
 CONFIG = """
@@ -45,18 +45,20 @@ import json, selectors, socket, sys
 
 port, streams, deaf, tokens = map(int, sys.argv[1:])
 
-def ask(tokens):
+def connect():
+    return socket.create_connection(("127.0.0.1", port))
+
+def ask(made, tokens):
     body = {"prompt": "abcdefgh", "ignore_eos": True, "max_tokens": tokens, "stream": True}
     body = json.dumps(body).encode()
-    made = socket.create_connection(("127.0.0.1", port))
     head = "POST /v1/completions HTTP/1.1\\r\\nHost: a\\r\\nContent-Length: %d\\r\\n\\r\\n"
     made.sendall((head % len(body)).encode() + body)
     return made
 
-unread = [ask(60_000) for _ in range(deaf)]
+unread = [ask(connect(), 60_000) for _ in range(deaf)]
 selector, begun, done, lost = selectors.DefaultSelector(), 0, 0, 0
-for _ in range(streams):
-    selector.register(ask(tokens), selectors.EVENT_READ, bytearray())
+for made in [connect() for _ in range(streams)]:  # first, lest some have ended when others begin
+    selector.register(ask(made, tokens), selectors.EVENT_READ, bytearray())
 while done + lost < streams:
     for key, _ in selector.select():
         data = key.fileobj.recv(65536)
@@ -136,5 +138,6 @@ def test_E13_E14_probes_are_answered_amid_1500_streams(tmp_path: Path) -> None: 
         assert late <= GOAL_S, path
     print(f"memory grew by {grown / 2**20:.0f} MiB")
     assert told == {"done": STREAMS, "lost": 0}
-    # Of a client that reads nothing, max_unsent at most, and its tokens as numbers.
-    assert grown <= 32 * 2**10 * STREAMS + 2**20 * DEAF
+    # Of a client that reads nothing, max_unsent at most, and its tokens as numbers; of others, what
+    # their engines are ahead.
+    assert grown <= 64 * 2**10 * STREAMS + 2**20 * DEAF
