@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dpkit.logs import ENGINE, REQUEST_ID, JsonFormatter, TextFormatter, about, name_subject
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def nobodys() -> Iterator[None]:
+    """A task that is about nothing: commands that ran in this process before may have said more."""
+    tokens = REQUEST_ID.set(None), ENGINE.set(None)
+    yield
+    REQUEST_ID.reset(tokens[0])
+    ENGINE.reset(tokens[1])
 
 
 def record(message: str, *args: object, **extra: Any) -> logging.LogRecord:

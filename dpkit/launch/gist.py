@@ -31,10 +31,13 @@ def gist(lines: Iterable[str]) -> str:
 def _whose(lines: Sequence[str]) -> Sequence[str]:
     """The innermost frame of the thread that crashed that is not of Python's own library.
 
-    That thread's frames are told first, the innermost one on top.
+    Threads are told the newest first, and that one is called the current; the innermost frame is on
+    top.
     """
     headings = [number for number, line in enumerate(lines) if line.endswith("first):")]
-    thread = lines[headings[0] : headings[1] if len(headings) > 1 else None] if headings else ()
+    begin = next((at for at in headings if lines[at].startswith("Current ")), None)
+    end = next((at for at in headings if begin is not None and at > begin), None)
+    thread = () if begin is None else lines[begin:end]
     frames = [match for match in map(_FRAME.fullmatch, thread) if match]
     theirs = [frame for frame in frames if not _is_pythons(frame["file"])]
     return [frame[0].strip() for frame in (theirs or frames)[:1]]

@@ -138,6 +138,7 @@ async def test_a_picked_port_is_told_in_the_log(caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO)
     config = group("tcp://0.0.0.0:*", vllm='host = "localhost", join_timeout = "50ms"')
     async with open_joined(config, LOCAL):
+        await until(lambda: "may join" in caplog.text)
         [line] = [each for each in caplog.messages if "may join" in each]
         assert line.startswith("v: engines may join at tcp://localhost:")
         address = line.rpartition(" ")[2]

@@ -13,6 +13,9 @@ from dpkit.launch.gist import gist
 CRASH = f"""begins
 Fatal Python error: Segmentation fault
 
+Thread 0x3 (most recent call first):
+  File "p.py", line 1 in newer
+
 Current thread 0x1 (most recent call first):
   File "{tempfile.__file__}", line 1 in f
   File "m.py", line 18 in execute
