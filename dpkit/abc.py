@@ -14,7 +14,7 @@ from attrs import frozen
 from dpkit.messages import ModelSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from dpkit.messages import Batch, EngineId, GenerateRequest, Room, StepReport, StepResult
@@ -160,6 +160,10 @@ class LoadView(Protocol):
         """All that is known, by engine."""
 
     @property
+    def names(self) -> Collection[str]:
+        """Of all engines there are, those that are away for a while among them."""
+
+    @property
     def inflight(self) -> Sequence[int]:
         """This client's unfinished requests on each engine; a copy, so ask once per pick."""
 
@@ -228,7 +232,7 @@ class Policy(abc.ABC):
         """A charged request is on its engine no more, be that in the view or not."""
 
     def on_engines(self, view: LoadView) -> None:
-        """An engine came or went: indices have moved, and there may be no engine at all."""
+        """An engine came or went, perhaps for good: indices have moved, and there may be none."""
 
     def on_snapshot(self, view: LoadView) -> None:
         """A new snapshot replaced the old one."""

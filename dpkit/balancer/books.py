@@ -17,11 +17,12 @@ from dpkit.messages import Room
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from dpkit.abc import End, EngineLoad
+    from dpkit.abc import End, EngineLoad, LoadView
     from dpkit.messages import EngineId, GenerateRequest
 
-UNKNOWN_ROOM = Room(tokens_per_step=8192, requests=256, kv_tokens=2**40)
-"""An engine that does not say: vLLM's defaults, and a cache that never fills."""
+UNKNOWN_ROOM = Room(tokens_per_step=8192, requests=256, kv_tokens=2**40, has_prefix_cache=False)
+"""An engine that does not say: vLLM's defaults, and KV that never runs out. So no prefix is taken to
+be cached there: nothing would ever be taken to be lost, and what is kept of it would only grow."""
 
 
 @define(eq=False)
@@ -68,10 +69,11 @@ class Books:
                 backlog.hear(load.report)
         return backlog
 
-    def keep(self, engines: Sequence[EngineId]) -> None:
-        """These are the engines now. Of each the newest life is kept, also while it is away."""
-        newest = {engine.name: engine.epoch for engine in engines}
-        for engine in [e for e in self._backlogs if e.epoch < newest.get(e.name, 0)]:
+    def keep(self, view: LoadView) -> None:
+        """Of each engine there is the newest life is kept, also while it is away."""
+        newest = dict.fromkeys(view.names, 0) | {each.name: each.epoch for each in view.engines}
+        gone = [e for e in self._backlogs if e.name not in newest or e.epoch < newest[e.name]]
+        for engine in gone:
             del self._backlogs[engine]
             self.prefixes.forget(engine)
 
@@ -105,7 +107,7 @@ class Books:
         sent = Sent(engine, prospect.prompt, new, shared, chain)
         self._sent[prospect.request.request_id] = sent
         backlog.add(sent)
-        if chain:
+        if backlog.room.has_prefix_cache:
             self.prefixes.hold(engine, chain)
 
     def answered(self, request: GenerateRequest) -> EngineId | None:
@@ -122,8 +124,8 @@ class Books:
             return None
         if (backlog := self._backlogs.get(sent.engine)) is not None:
             backlog.remove(sent)
-        if sent.chain:
-            self.prefixes.release(sent.engine, sent.chain, _answer(request, sent, end.output))
+            if backlog.room.has_prefix_cache:
+                self.prefixes.release(sent.engine, sent.chain, _answer(request, sent, end.output))
         return sent.engine
 
 
@@ -134,4 +136,6 @@ def _answer(request: GenerateRequest, sent: Sent, output: Sequence[int]) -> Sequ
     rest = output[left:] if left >= 0 else (*prompt[left:], *output)
     if len(rest) < BLOCK:
         return ()
+    if not sent.chain:
+        return make_chain(tuple(rest), salt=request.cache_salt)
     return extend_chain(sent.chain, tuple(rest))[len(sent.chain) :]

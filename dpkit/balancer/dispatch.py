@@ -213,6 +213,7 @@ class EarlyDispatch:
     def forget(self, name: str) -> None:
         """An engine will not come back; see `LoadView.forget`."""
         self._view.forget(name)
+        self._tell("on_engines")
 
     def add(self, engine: EngineId, rank: int, room: Room | None = None) -> None:
         """Let a life of an engine be picked; see `LoadView.add`."""

@@ -20,7 +20,7 @@ from attrs import define
 from dpkit.balancer.ledger import Account
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from dpkit.balancer.ledger import Ledger
     from dpkit.messages import EngineId, Room, Snapshot, StepReport
@@ -142,7 +142,7 @@ class LoadView:
         return now if now is not None and loads[now] is account else None
 
     @property
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         """The engines there are, in the view or away for a while."""
         return self._lives.keys()
 

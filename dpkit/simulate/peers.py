@@ -75,7 +75,7 @@ class PeerStyle(Policy):
 
     def on_engines(self, view: LoadView) -> None:
         """Caches of lives that are over are gone."""
-        self.books.keep(view.engines)
+        self.books.keep(view)
 
     def _stand(self, load: EngineLoad) -> Standing:
         backlog = self.books.of(load)

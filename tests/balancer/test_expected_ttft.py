@@ -100,6 +100,21 @@ def test_a_session_goes_back_to_where_its_prefix_is() -> None:
     assert client.policy.books._sent[sent.request.request_id].new == 300
 
 
+def test_a_session_that_begins_with_a_few_words_goes_back_to_its_long_answer() -> None:
+    client = Late(3)
+    question, answer = tuple(range(20)), tuple(range(9000, 9000 + 4 * BLOCK))
+    client.send(1)
+    first = client.send(question)
+    client.dispatch.release(first, answer, finished=True)
+    client.send(400, engine="e0")
+    sent = client.send((*question, *answer, 7))
+    assert sent.index == first.index == 1
+    assert client.policy.books._sent[sent.request.request_id].new == 21
+    for placement in (client.send(question, engine="e0"), client.send(question, engine="e1")):
+        client.dispatch.release(placement)  # without a word
+    assert client.policy.books.prefixes.size(EngineId("e0")) == 400 // BLOCK
+
+
 def test_a_session_leaves_its_home_when_waiting_there_costs_more_than_the_prefix() -> None:
     client = Late(2)
     turn = tuple(range(4 * BLOCK))
@@ -306,6 +321,21 @@ def test_a_new_life_has_no_cache_and_no_work() -> None:
     assert not client.policy.books.prefixes.hits(client.policy.prepare(client.request(turn)).chain)
 
 
+def test_of_an_engine_that_is_gone_for_good_nothing_is_kept() -> None:
+    client = Late(2)
+    home = client.send(tuple(range(8 * BLOCK)))
+    client.decide(1)
+    client.dispatch.remove(home.engine)
+    client.decide(1)
+    assert home.engine in client.policy.books._backlogs  # it may come back
+    client.dispatch.forget(home.engine.name)
+    client.decide(1)
+    assert set(client.policy.books._backlogs) == set(client.view.engines)
+    assert not client.policy.books.prefixes.size(home.engine)
+    client.dispatch.release(home)
+    assert home.request.request_id not in client.policy.books._sent
+
+
 def test_larger_prompts_age_more() -> None:
     client = Late(1)
     ages = [
@@ -393,3 +423,11 @@ def test_books_stay_right_whatever_happens() -> None:
     for book in client.policy.books:
         assert (book._live, book._prompts, book._pending, book._pending_room) == (0, 0, 0, 0)
         assert (book._answered, book._youngs, book._youngs_at) == (0, 0, 0)
+
+
+def test_of_an_engine_whose_room_is_unknown_no_blocks_are_kept() -> None:
+    ledger, policy = Ledger(), ExpectedTtft()
+    dispatch = EarlyDispatch(ledger, LoadView([EngineId("e0")], ledger), policy)
+    prompt = tuple(range(8 * BLOCK))
+    dispatch.release(dispatch.place(GenerateRequest(request_id="r", prompt_token_ids=prompt)))
+    assert not len(policy.books.prefixes)

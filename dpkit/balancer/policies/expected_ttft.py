@@ -156,7 +156,7 @@ class ExpectedTtft(HoldingPolicy):
             self._rates = [self.rate(standing) for standing in self._standings]
             self._indices = {engine: index for index, engine in enumerate(view.engines)}
             view.changes.update(range(len(view.loads)))
-            self.books.keep(view.engines)
+            self.books.keep(view)
         if not view.changes:
             return
         alone = view.client_count == 1
