@@ -44,7 +44,7 @@ def test_json_holds_config_and_origins(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["config", "show", str(EXAMPLE), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == ["file", "config"]
-    log = {"level": "warning", "format": "text", "prompts": False, "events": None}
+    log = {"level": "warning", "format": "text", "prompts": False, "events": None, "steps": None}
     assert shown["config"]["log"] == log
     assert main(["config", "show", str(EXAMPLE), "--json", "--origin"]) == 0
     assert json.loads(capsys.readouterr().out)["origins"]["engines.0.kv.block_size"] == "default"

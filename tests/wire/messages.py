@@ -142,7 +142,7 @@ engine_reports = st.builds(
     counts,
     counts,
     shares,
-    *[counts] * 16,
+    *[counts] * 17,
     seconds,
     counts,
     counts,
