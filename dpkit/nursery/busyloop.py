@@ -18,6 +18,7 @@ from dpkit.link.local import LocalLink
 from dpkit.messages import EngineStats, StepWork
 from dpkit.nursery.handout import HandOut
 from dpkit.nursery.inbox import NOBODY, duplicate, failed
+from dpkit.nursery.life import broken_down
 from dpkit.nursery.meter import Meter, first_prompts
 from dpkit.nursery.runner import Patience, open_runner
 
@@ -148,10 +149,7 @@ class BusyLoop:
         theirs = error is self._models_error or not self.ready.is_set()
         if theirs or isinstance(error, DpkitError):
             return error
-        message = f"engine {self.engine} broke down: {describe(error)}"
-        bug = InternalError(message, engine=self.engine)
-        bug.__cause__ = error
-        return bug
+        return broken_down(self.engine, error)
 
     async def _serve(self, runner: Runner) -> None:
         while True:
@@ -175,10 +173,8 @@ class BusyLoop:
                 self._flush(())
                 self._report()
             elif self.core.has_requests():
-                raise InternalError(
-                    f"engine {self.engine} has requests it can neither run nor refuse",
-                    engine=self.engine,
-                )
+                stuck = f"engine {self.engine} has requests it can neither run nor refuse"
+                raise InternalError(stuck, engine=self.engine)
             elif in_wave:
                 await self._execute_dummy(runner)
             else:
@@ -254,8 +250,7 @@ class BusyLoop:
     def _add(self, request: GenerateRequest, deliver: Deliver) -> None:
         request_id = request.request_id
         if request_id in self._deliver:  # another client's: its outputs must not be mixed up
-            error = duplicate(request_id)
-            deliver(self.engine, failed(request_id, error))
+            deliver(self.engine, failed(request_id, duplicate(request_id)))
             return
         self._deliver[request_id] = deliver
         self.core.add(request)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from dpkit.errors import InternalError, describe
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from collections.abc import Set as AbstractSet
@@ -98,3 +100,10 @@ class Life(Protocol):
 
     def audit(self, charged: AbstractSet[str]) -> Iterator[str]:
         """Each contradiction between its books and the requests that clients have charged to it."""
+
+
+def broken_down(engine: EngineId, error: Exception) -> InternalError:
+    """What ended a life that nothing outside has ended: a bug of ours."""
+    bug = InternalError(f"engine {engine} broke down: {describe(error)}", engine=engine)
+    bug.__cause__ = error
+    return bug

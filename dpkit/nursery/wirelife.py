@@ -15,8 +15,9 @@ from attrs import evolve
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from dpkit.errors import DpkitError, EngineLost, InternalError, WireError, describe, reason
+from dpkit.errors import DpkitError, EngineLost, WireError, reason
 from dpkit.link.wirelink import ZmqLink
+from dpkit.nursery.life import broken_down
 from dpkit.nursery.meter import Meter
 from dpkit.wire.codec import rank_identity
 from dpkit.wire.reports import statistics_from_wire, stats_from_wire
@@ -145,10 +146,7 @@ class WireLife(abc.ABC):
         """What ended this life: what the world did as it is, all else as the bug that it is."""
         if isinstance(error, DpkitError) or not self.ready.is_set():
             return error
-        message = f"engine {self.engine} broke down: {describe(error)}"
-        bug = InternalError(message, engine=self.engine)
-        bug.__cause__ = error
-        return bug
+        return broken_down(self.engine, error)
 
     def _attach(self, connection: WireConnection) -> None:
         self._connection = connection
