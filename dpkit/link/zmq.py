@@ -305,6 +305,8 @@ class WireConnection:
         if envelope.scheduler_stats is not None:
             self._on_stats(self.stats)
             self._report()
+        elif envelope.outputs:
+            self._unreckoned = None  # whoever tells does so with every output
 
     def _report(self) -> None:
         """Hand on how much work the engine says that it has."""
