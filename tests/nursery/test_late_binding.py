@@ -109,7 +109,9 @@ async def test_a_held_request_lets_others_pass_elsewhere(autojump_clock: object)
         other = ask(cluster, 4)
         assert pinned.engine is None
         assert str(other.engine) == "e1-0"
+        assert [str(each) for each in cluster.client.statistics().unreported] == ["e1-0"]
         await settle()
+        assert cluster.client.statistics().unreported == ()
         assert str(pinned.engine) == "e0-0"
 
 
@@ -324,6 +326,7 @@ async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news(
     asked = [client.submit([n] * 8, sink=lambda _: None, max_tokens=9) for n in range(3)]
     first, second, third = (each.request_id for each in asked)
     assert link.has == [first]
+    assert client.statistics().unreported == (link.engine,)
     flights.deliver(link.engine, EngineOutput(request_id=first, token_ids=(1,)))
     assert link.has == [first, second]
     asked[1].close()
