@@ -118,9 +118,6 @@ class EarlyDispatch:
         self._view = view
         self.picks: dict[str, Counter[int]] = {}
         """Requests placed so far, by rule and by rank."""
-        self._take_policy(policy)
-
-    def _take_policy(self, policy: Policy) -> None:
         self._policy = policy
         self._rule = policy_name(policy)
         # Reports come with every step: a policy that makes nothing of them has nothing to renew.
@@ -233,11 +230,6 @@ class EarlyDispatch:
         if removed:
             self._tell("on_engines")
         return removed
-
-    def use(self, policy: Policy) -> None:
-        """Ask another policy from now on; what is placed stays where it is."""
-        self._take_policy(policy)
-        self.take_over()
 
     def take_over(self) -> None:
         """Go on where another dispatch of these books was: all of it is news to this policy."""

@@ -277,7 +277,7 @@ def test_another_policy_takes_over_with_all_that_is_known(
     assert client.view.changes
     client.policy.score(placements[0].request, 0, client.view)
     assert not client.view.changes, "the old policy has taken all news"
-    client.dispatch.use(load_policy(name, rng=random.Random(1)))
+    client.use(load_policy(name, rng=random.Random(1)))
     placement = client.place()
     assert placement.reason.rule == name
     client.release([*placements, placement])
@@ -350,6 +350,6 @@ def test_who_makes_nothing_of_reports_has_nothing_to_renew(make_client: MakeClie
     assert client.view.load(1).report is report
     assert not client.view.changes
     policy = Hearing(0)
-    client.dispatch.use(policy)
+    client.use(policy)
     client.dispatch.on_report(EngineId("e0"), report)
     assert policy.words == [(0, report)]
