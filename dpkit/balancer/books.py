@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dpkit.messages import EngineId, GenerateRequest
 
 UNKNOWN_ROOM = Room(tokens_per_step=8192, requests=256, kv_tokens=2**40, has_prefix_cache=False)
-"""An engine that does not say: vLLM's defaults, and KV that never runs out. So no prefix is taken
-to be cached there: nothing would ever be taken to be lost, and what is kept would only grow."""
+"""An engine that does not say: vLLM's defaults, and KV that never runs out. So no prefix is
+taken to be cached there: none would ever be taken to be lost, and what is known would only grow."""
 
 
 @define(eq=False)

@@ -20,14 +20,12 @@ from dpkit.names import Binding
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dpkit.abc import EngineLoad
     from dpkit.balancer.ledger import Charge, Ledger
-    from dpkit.balancer.view import LoadView
+    from dpkit.balancer.view import Load, LoadView
     from dpkit.messages import EngineId, GenerateRequest, Room, Snapshot, StepReport
 
-    Known = tuple[
-        str, float | None, int, int, int, float, Sequence[EngineId], Sequence[float] | None
-    ]
+    Known = tuple[str, float | None, int, int, int, float, float | None]
+    Why = tuple[*Known, Sequence[EngineId], Sequence[float] | None]
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +66,10 @@ class Reason(NamedTuple):
     waiting: int
     running: int
     kv_cache_usage: float
+    age_s: float | None
+    """Seconds since the engine or a snapshot last told of its load; None: neither has, and all that
+    was known is what this client had sent there."""
+
     engines: Sequence[EngineId] = ()
     """All that could be picked."""
 
@@ -80,6 +82,8 @@ class Reason(NamedTuple):
             f"{self.rule}{score}: {self.inflight} in flight, {self.waiting} waiting, "
             f"{self.running} running, {self.kv_cache_usage:.0%} of KV in use"
         )
+        if self.age_s is not None:
+            said += f", as told {self.age_s:.3g} s ago"
         if self.scores is None:
             return said
         each = zip(self.engines, self.scores, strict=True)
@@ -95,13 +99,13 @@ class Placement:
     index: int  # where the engine was in the view; it may have moved since
     engine: EngineId
     charge: Charge
-    _known: Known
+    _why: Why
     rank: int
 
     @property
     def reason(self) -> Reason:
         """Why this engine."""
-        return Reason(*self._known)
+        return Reason(*self._why)
 
 
 class EarlyDispatch:
@@ -114,9 +118,6 @@ class EarlyDispatch:
         self._view = view
         self.picks: dict[str, Counter[int]] = {}
         """Requests placed so far, by rule and by rank."""
-        self._take_policy(policy)
-
-    def _take_policy(self, policy: Policy) -> None:
         self._policy = policy
         self._rule = policy_name(policy)
         # Reports come with every step: a policy that makes nothing of them has nothing to renew.
@@ -136,7 +137,9 @@ class EarlyDispatch:
             return bool(self._view.engines)
         return self._view.index_of(engine) is not None or engine not in self._view.names
 
-    def place(self, request: GenerateRequest, chosen: int = ANYWHERE) -> Placement:
+    def place(
+        self, request: GenerateRequest, chosen: int = ANYWHERE, *, now: float = 0.0
+    ) -> Placement:
         """Choose an engine for a request and charge it there.
 
         An engine that the request names is taken without asking the policy; an id that is in
@@ -145,6 +148,7 @@ class EarlyDispatch:
         Args:
             request: What to place.
             chosen: Index of the engine that the policy has chosen for it already, just now.
+            now: The time in seconds, from which `Reason.age_s` is reckoned; likewise below.
 
         Resource handling:
             The caller owns the placement and must `release` it, however the request ends.
@@ -156,7 +160,7 @@ class EarlyDispatch:
             index. Whatever the policy raises passes through. In each case nothing is charged.
         """
         if (held := self._ledger.find(request.request_id)) is not None:
-            return self._join(request, held)
+            return self._join(request, held, now)
         policy, view = self._policy, self._view
         loads = view.loads
         if request.engine is None:
@@ -171,7 +175,7 @@ class EarlyDispatch:
             index = self._pinned(request)
             rule, score, scores = PINNED, None, None
         load = loads[index]
-        known = (*_known(rule, score, load), view.engines, scores)
+        why = (*_known(rule, score, load, now), view.engines, scores)
         engine = load.engine
         charge = self._ledger.charge(request.request_id, engine, expected_tokens(request))
         try:
@@ -179,7 +183,7 @@ class EarlyDispatch:
         except BaseException:  # a policy's bug must not leave a charge that nobody holds
             charge.release()
             raise
-        return self._placement(request, index, charge, known, load.rank)
+        return self._placement(request, index, charge, why, load.rank)
 
     def release(
         self, placement: Placement, output: Sequence[int] = (), *, finished: bool = False
@@ -227,11 +231,6 @@ class EarlyDispatch:
             self._tell("on_engines")
         return removed
 
-    def use(self, policy: Policy) -> None:
-        """Ask another policy from now on; what is placed stays where it is."""
-        self._take_policy(policy)
-        self.take_over()
-
     def take_over(self) -> None:
         """Go on where another dispatch of these books was: all of it is news to this policy."""
         self._view.changes.update(range(len(self._view.engines)))
@@ -242,18 +241,18 @@ class EarlyDispatch:
         """What it writes and reads, for the dispatch that is to follow."""
         return self._ledger, self._view
 
-    def on_snapshot(self, snapshot: Snapshot) -> None:
+    def on_snapshot(self, snapshot: Snapshot, *, now: float = 0.0) -> None:
         """Take the coordinator's newest word."""
-        if self._view.apply(snapshot):
+        if self._view.apply(snapshot, now=now):
             self._tell("on_snapshot")
 
-    def on_report(self, engine: EngineId, report: StepReport) -> None:
+    def on_report(self, engine: EngineId, report: StepReport, *, now: float = 0.0) -> None:
         """Take a life's own newest word; of one that is not in the view it means nothing."""
         view = self._view
         index = view.index_of(engine.name)
         if index is None or (load := view.load(index)).engine != engine:
             return
-        load.hear_report(report)
+        load.hear_report(report, now)
         if self._hears_reports:
             view.changes.add(index)
             self._tell("on_report", index)
@@ -270,12 +269,12 @@ class EarlyDispatch:
             _log.exception("policy %s failed in %s(); its picks may be off", self._rule, hook)
 
     def _placement(
-        self, request: GenerateRequest, index: int, charge: Charge, known: Known, rank: int
+        self, request: GenerateRequest, index: int, charge: Charge, why: Why, rank: int
     ) -> Placement:
-        if (picks := self.picks.get(known[0])) is None:
-            picks = self.picks[known[0]] = Counter()
+        if (picks := self.picks.get(why[0])) is None:
+            picks = self.picks[why[0]] = Counter()
         picks[rank] += 1
-        return Placement(request, index, charge.engine, charge, known, rank)
+        return Placement(request, index, charge.engine, charge, why, rank)
 
     def _nowhere(self, request: GenerateRequest, index: int) -> DpkitError:
         return DpkitError(
@@ -298,7 +297,7 @@ class EarlyDispatch:
             request_id=request.request_id,
         )
 
-    def _join(self, request: GenerateRequest, held: Charge) -> Placement:
+    def _join(self, request: GenerateRequest, held: Charge, now: float) -> Placement:
         index = self._view.index_of(held.engine.name)
         if index is None or self._view.engines[index] != held.engine:
             raise RequestRejected(
@@ -309,8 +308,8 @@ class EarlyDispatch:
                 request_id=request.request_id,
             )
         load = self._view.load(index)
-        known = (*_known(HELD, None, load), (), None)
-        return self._placement(request, index, held, known, load.rank)
+        why = (*_known(HELD, None, load, now), (), None)
+        return self._placement(request, index, held, why, load.rank)
 
 
 def _nobody(request: GenerateRequest, who: str) -> NoEngineReady:
@@ -320,7 +319,6 @@ def _nobody(request: GenerateRequest, who: str) -> NoEngineReady:
     )
 
 
-def _known(
-    rule: str, score: float | None, load: EngineLoad
-) -> tuple[str, float | None, int, int, int, float]:
-    return rule, score, load.inflight, load.waiting, load.running, load.kv_cache_usage
+def _known(rule: str, score: float | None, load: Load, now: float) -> Known:
+    age_s = None if load.heard_at is None else now - load.heard_at
+    return rule, score, load.inflight, load.waiting, load.running, load.kv_cache_usage, age_s

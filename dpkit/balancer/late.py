@@ -74,15 +74,15 @@ class LateDispatch(EarlyDispatch):
         self.moves += 1
         return super().remove(engine)
 
-    def on_snapshot(self, snapshot: Snapshot) -> None:
+    def on_snapshot(self, snapshot: Snapshot, *, now: float = 0.0) -> None:
         """Take the coordinator's newest word."""
         self.moves += 1
-        super().on_snapshot(snapshot)
+        super().on_snapshot(snapshot, now=now)
 
-    def on_report(self, engine: EngineId, report: StepReport) -> None:
+    def on_report(self, engine: EngineId, report: StepReport, *, now: float = 0.0) -> None:
         """Take an engine's own newest word."""
         self.moves += 1
-        super().on_report(engine, report)
+        super().on_report(engine, report, now=now)
 
 
 def make_dispatch(

@@ -40,10 +40,13 @@ class Load(Account):
     others: int = 0
     room: Room | None = None
     report: StepReport | None = None
+    heard_at: float | None = None
+    """When anything of this was told last, in seconds; None: never."""
 
-    def hear_report(self, report: StepReport) -> None:
+    def hear_report(self, report: StepReport, now: float) -> None:
         """Replace what the engine itself told before."""
         self.report = report
+        self.heard_at = now
 
     def hear(
         self, waiting: int, running: int, kv_cache_usage: float, *, alone: bool = False
@@ -151,7 +154,7 @@ class LoadView:
         self._loads[index].waiting += requests
         self.changes.add(index)
 
-    def apply(self, snapshot: Snapshot) -> bool:
+    def apply(self, snapshot: Snapshot, *, now: float = 0.0) -> bool:
         """Replace all loads by a snapshot's; False when it speaks of the wave state only.
 
         Engines join and leave, so a snapshot may know fewer or more of them than this view: those
@@ -162,6 +165,8 @@ class LoadView:
         self._heard = snapshot.loads
         for load in self._loads:
             load.hear(*self._row(load.rank), alone=self.client_count == 1)
+            if load.rank < len(self._heard):
+                load.heard_at = now
         self.changes.update(range(len(self._loads)))
         return True
 

@@ -32,8 +32,12 @@ def command(
     measured = read_measured(file)
     steps = [each for each in measured if isinstance(each, Step)]
     served = [each for each in measured if not isinstance(each, Step)]
+    if served and (experts or host_ms):
+        raise click.UsageError(
+            f"{file} is the log of a run: leave out --experts and --host-ms, which are for tables"
+        )
     try:
-        if served or not steps:
+        if served:
             fit = fit_run(served, engines=engines)
         else:
             fit = fit_steps(steps, experts=_experts(experts), host_ms=host_ms)

@@ -20,6 +20,7 @@ from dpkit.errors import EngineLost, RequestRejected, WireError
 from dpkit.link.progress import Progress
 from dpkit.messages import EngineOutput
 from dpkit.names import FinishReason
+from dpkit.nursery.inbox import lost
 from dpkit.nursery.meter import Meter
 from dpkit.wire.codec import (
     Abort,
@@ -305,6 +306,8 @@ class WireConnection:
         if envelope.scheduler_stats is not None:
             self._on_stats(self.stats)
             self._report()
+        elif envelope.outputs:
+            self._unreckoned = None  # whoever tells does so with every output
 
     def _report(self) -> None:
         """Hand on how much work the engine says that it has."""
@@ -376,13 +379,8 @@ class WireConnection:
         self.meter.end()
         self._takes.clear()
         for each in held:
-            error = EngineLost(
-                f"engine {self.engine} was lost while it held request {each.request_id}: {said}",
-                engine=self.engine,
-                request_id=each.request_id,
-            )
-            error.__cause__ = cause
-            each.link.fail(each.request_id, error)
+            name = each.request_id
+            each.link.fail(name, lost(self.engine, name, said, cause))
 
     def contradictions(self) -> Iterator[str]:
         """What the engine said of an idle moment that is not idle."""

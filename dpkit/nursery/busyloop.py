@@ -17,7 +17,7 @@ from dpkit.errors import DpkitError, EngineLost, InternalError, OutOfMemory, des
 from dpkit.link.local import LocalLink
 from dpkit.messages import EngineStats, StepWork
 from dpkit.nursery.handout import HandOut
-from dpkit.nursery.inbox import NOBODY, duplicate, failed
+from dpkit.nursery.inbox import NOBODY, duplicate, failed, lost
 from dpkit.nursery.life import broken_down
 from dpkit.nursery.meter import Meter, first_prompts
 from dpkit.nursery.runner import Patience, open_runner
@@ -283,13 +283,7 @@ class BusyLoop:
         queued = self.inbox.drain().requests  # perhaps with an id of the former, of another client
         held += ((request.request_id, deliver) for request, deliver in queued)
         for request_id, deliver in held:
-            error = EngineLost(
-                f"engine {self.engine} was lost while it held request {request_id}: {said}",
-                engine=self.engine,
-                request_id=request_id,
-            )
-            error.__cause__ = cause
-            deliver(self.engine, failed(request_id, error))
+            deliver(self.engine, failed(request_id, lost(self.engine, request_id, said, cause)))
         self.core.end()
 
     @property

@@ -47,6 +47,9 @@ class ClientStatistics:
     """Each of those, oldest first."""
     binding: Binding
     """Whether they get an engine when they come, or when it can begin them."""
+    unreported: tuple[EngineId, ...]
+    """Engines that may be picked now and have told this client nothing of their work yet, or never
+    do: policies know of it only what was sent there."""
     admission: AdmissionStatistics
     """The queue: who waits, by tenant; how many were refused."""
     started: int
@@ -258,6 +261,7 @@ class Client:
             queued=flights.queued,
             requests=flights.statistics() if requests else (),
             binding=flights.line.binding,
+            unreported=flights.line.unreported,
             admission=flights.line.statistics(),
             started=flights.started,
             causes=dict(flights.causes),

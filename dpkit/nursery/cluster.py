@@ -125,6 +125,7 @@ class Cluster:
             fanin=self._fanin.statistics(),
             health=self._membership.statistics(),
             events_lost=self.events.dropped + self._logs.events_lost,
+            steps_lost=self._logs.steps_lost,
         )
 
     @property

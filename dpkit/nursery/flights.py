@@ -136,12 +136,12 @@ class Flights:
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Take the coordinator's newest snapshot."""
-        self._dispatch.on_snapshot(snapshot)
+        self._dispatch.on_snapshot(snapshot, now=trio.current_time())
 
     @trio.lowlevel.enable_ki_protection
     def on_report(self, engine: EngineId, report: StepReport) -> None:
         """Take an engine's own word: it may have room now. Called by links, on Trio's thread."""
-        self._dispatch.on_report(engine, report)
+        self._dispatch.on_report(engine, report, now=trio.current_time())
         if self.line:
             self.fill()
         self.rescue.look(engine, report, self._dispatch, resume=self._limits.resume)
@@ -299,7 +299,7 @@ class Flights:
             self._expire(flight, now)
             return
         try:
-            placement = self._dispatch.place(flight.request, index)
+            placement = self._dispatch.place(flight.request, index, now=now)
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
             self.line.look_again()
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)

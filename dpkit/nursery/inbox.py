@@ -32,6 +32,17 @@ def duplicate(request_id: str) -> RequestRejected:
     )
 
 
+def lost(engine: EngineId, request_id: str, why: str, cause: Exception) -> EngineLost:
+    """The error for a request whose engine was lost with it."""
+    error = EngineLost(
+        f"engine {engine} was lost while it held request {request_id}: {why}",
+        engine=engine,
+        request_id=request_id,
+    )
+    error.__cause__ = cause
+    return error
+
+
 @frozen(kw_only=True)
 class Drained:
     """What came in since the last drain. Aborts are to be applied first."""
@@ -105,11 +116,14 @@ class Inbox:
 
         Only those count whose outputs go to `deliver`.
         """
-        queued = [each for each in request_ids if self._requests.get(each, _NOTHING)[1] == deliver]
-        for request_id in queued:
-            del self._requests[request_id]
-        drained = [each for each in request_ids if each not in queued and each not in self._aborts]
-        return queued + list(self.give_back(drained, deliver))
+        queued, drained = [], []
+        for request_id in request_ids:
+            if self._requests.get(request_id, _NOTHING)[1] == deliver:
+                del self._requests[request_id]
+                queued.append(request_id)
+            elif request_id not in self._aborts:
+                drained.append(request_id)
+        return [*queued, *self.give_back(drained, deliver)]
 
     @property
     def queued(self) -> Collection[str]:

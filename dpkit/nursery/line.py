@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from dpkit.abc import Pass
     from dpkit.balancer.admission import AdmissionStatistics, Ticket
     from dpkit.balancer.dispatch import EarlyDispatch
+    from dpkit.messages import EngineId
     from dpkit.names import Binding
     from dpkit.nursery.flight import Flight, Limits
 
 SCAN = 32
 """As many are offered in a pass: those behind wait for the next one. With 8, 16 or 128 the 99th
-percentile of the time to first token is the same on the traces tried."""
+percentile of the time to first token is the same on the traces tried. Those do not count that are
+pinned to an engine for which a pinned one is held already: however many they are, others go."""
 
 
 class Line:
@@ -44,6 +46,8 @@ class Line:
         self._away: dict[str, dict[str, Flight]] = {}  # pinned to engines that are not here now
         self._pass: Pass | None = None
         self._rest: Iterator[Ticket] = iter(())  # not offered in this pass yet
+        self._held_for: set[str] = set()  # engines for which pinned ones are held in this pass
+        self._pinned = 0  # of those in the queue
         self._as_of = 0  # `moves` when it was opened
         self._has_sent = False
         self.use(dispatch, limits)
@@ -69,6 +73,12 @@ class Line:
     def binding(self) -> Binding:
         """When its flights get an engine."""
         return self._dispatch.binding
+
+    @property
+    def unreported(self) -> tuple[EngineId, ...]:
+        """Engines that they may get, and that have told nothing of their work."""
+        _, view = self._dispatch.books
+        return tuple(load.engine for load in view.loads if load.report is None)
 
     def statistics(self) -> AdmissionStatistics:
         """The queue, now and since the start."""
@@ -98,6 +108,7 @@ class Line:
             beside = len(self) - len(self._queue)
             flight.ticket = self._queue.put(entry, trio.current_time(), beside=beside)
         self._waiting[entry.request_id] = flight
+        self._pinned += flight.request.engine is not None
         self.look_again()
 
     def leave(self, flight: Flight) -> None:
@@ -105,8 +116,7 @@ class Line:
         request_id = flight.request.request_id
         if flight.ticket is not None:
             self._queue.withdraw(flight.ticket)
-            flight.ticket = None
-            del self._waiting[request_id]
+            self._forget(flight)
             self.look_again()
         elif self._away and (away := self._away.get(str(flight.request.engine))):
             away.pop(request_id, None)
@@ -153,7 +163,7 @@ class Line:
         while self._queue:
             if self._pass is None or self._as_of != late.moves:
                 self._pass, self._as_of, self._has_sent = late.open_pass(), late.moves, False
-                self._rest = iter(self._queue.in_turn(SCAN))
+                self._rest = self._to_offer()
             for ticket in self._rest:
                 if self._pass.is_over:
                     return None
@@ -163,10 +173,23 @@ class Line:
                 elif (index := self._offer(flight, self._pass, late)) is not None:
                     self._has_sent = True
                     return self._take(ticket), index
+                elif flight.request.engine is not None:
+                    self._held_for.add(flight.request.engine)
             if not self._has_sent:
                 return None
             self._pass = None  # there may be room yet for those that were not looked at
         return None
+
+    def _to_offer(self) -> Iterator[Ticket]:
+        """Those that a new pass looks at."""
+        self._held_for.clear()
+        looked_at = 0
+        for ticket in self._queue.in_turn(SCAN + self._pinned):
+            if self._waiting[ticket.entry.request_id].request.engine in self._held_for:
+                continue
+            yield ticket
+            if (looked_at := looked_at + 1) == SCAN:
+                return
 
     def _offer(self, flight: Flight, to: Pass, late: LateDispatch) -> int | None:
         pin = flight.request.engine
@@ -182,10 +205,16 @@ class Line:
         return flight.prospect
 
     def _take(self, ticket: Ticket) -> Flight:
-        flight = self._waiting.pop(ticket.entry.request_id)
-        flight.ticket = None
+        flight = self._waiting[ticket.entry.request_id]
+        self._forget(flight)
         self._queue.take(ticket, trio.current_time())
         return flight
+
+    def _forget(self, flight: Flight) -> None:
+        """After it has left the queue, or as it does."""
+        flight.ticket = None
+        del self._waiting[flight.request.request_id]
+        self._pinned -= flight.request.engine is not None
 
     def _send_away(self, flight: Flight) -> None:
         """It must not keep others waiting that may go anywhere."""

@@ -21,11 +21,17 @@ class LogFiles:
 
     def __init__(self) -> None:
         self._events: EventWriter | None = None
+        self._steps: StepLog | None = None
 
     @property
     def events_lost(self) -> int:
         """Events that could not be written."""
         return 0 if self._events is None else self._events.lost
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that could not be written."""
+        return 0 if self._steps is None else self._steps.lost
 
     def start(
         self, log: LogConfig, services: Services, *, events: EventLog, membership: Membership
@@ -35,9 +41,9 @@ class LogFiles:
             self._events = EventWriter(events, Path(log.events))
             _start(self._events, services)
         if log.steps is not None:
-            steps = StepLog(Path(log.steps))
-            membership.add_listener(steps)
-            _start(steps, services)
+            self._steps = StepLog(Path(log.steps))
+            membership.add_listener(self._steps)
+            _start(self._steps, services)
 
 
 def _start(writer: FileWriter[Any], services: Services) -> None:

@@ -17,7 +17,7 @@ from dpkit.balancer.late import LateDispatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from dpkit.abc import EngineLink
+    from dpkit.abc import EngineLink, Pass
     from dpkit.balancer.dispatch import EarlyDispatch
     from dpkit.messages import EngineId, Room, StepReport
     from dpkit.nursery.flight import Flight
@@ -83,8 +83,13 @@ class Rescue:
             return
         if not isinstance(dispatch, LateDispatch):
             return
+        looking = dispatch.open_pass()
+        if (
+            looking.is_over
+        ):  # as it is most often when all engines are full, and then that many wait
+            return
         waiting = self._waiting(engine, report, dispatch, resume=resume)
-        if wanted := list(_movable(waiting, engine, dispatch)):
+        if wanted := list(_movable(waiting, engine, dispatch, looking)):
             self._asked.add(engine)
             self._links[engine].take_back(wanted, self._on_taken)
 
@@ -112,10 +117,11 @@ class Rescue:
         self._on_done()
 
 
-def _movable(flights: Iterator[Flight], engine: EngineId, dispatch: LateDispatch) -> Iterator[str]:
+def _movable(
+    flights: Iterator[Flight], engine: EngineId, dispatch: LateDispatch, looking: Pass
+) -> Iterator[str]:
     """Those that another engine than theirs would begin with its next step."""
     _, view = dispatch.books
-    looking = dispatch.open_pass()
     for flight in flights:
         if looking.is_over:
             return

@@ -116,3 +116,5 @@ class ClusterStatistics:
     health: HealthStatistics
     events_lost: int
     """Events that the log file missed: the writer was too slow, or the disk would not have them."""
+    steps_lost: int
+    """Likewise, steps that the step log missed."""

@@ -206,6 +206,7 @@ DPKIT = (
     _counter("dpkit:coordinator_restarts_total", "Of the coordinator.", of=_CLUSTER),
     _gauge("dpkit:wave", "Of engines that step together, the wave.", of=_CLUSTER),
     _counter("dpkit:events_lost_total", "Events that log.events missed.", of=_CLUSTER),
+    _counter("dpkit:steps_lost_total", "Steps that log.steps missed.", of=_CLUSTER),
     _gauge(
         "dpkit:server_state",
         "1 for the state that the server is in, else 0.",

@@ -133,6 +133,7 @@ def _cluster(cluster: ClusterNumbers, of: tuple[str, ...]) -> Iterator[Row]:
     yield "dpkit:coordinator_restarts_total", of, now.coordinator_restarts
     yield "dpkit:wave", of, now.coordinator.current_wave
     yield "dpkit:events_lost_total", of, now.events_lost
+    yield "dpkit:steps_lost_total", of, now.steps_lost
     yield "dpkit:requests_queued", of, sum(each.queued for each in clients)
     yield "dpkit:requests_admitted_total", of, sum(each.started for each in clients)
     yield "dpkit:requests_refused_total", of, sum(each.admission.refused for each in clients)

@@ -57,10 +57,10 @@ def capacity_rps(
 
 async def _main(config: Config, asks: tuple[Ask, ...], on_progress: Callable[[int], None]) -> float:
     async with open_cluster(config) as cluster:
-        backlog = Backlog(cluster, asks, on_progress)
+        ideal = IdealDispatcher(cluster, asks, on_progress)
         began = trio.current_time()
-        backlog.hand_out()
-        await backlog.done.wait()
+        ideal.hand_out()
+        await ideal.done.wait()
         return trio.current_time() - began
 
 
@@ -96,8 +96,8 @@ class _Block:
 
 
 @define(eq=False)
-class Backlog:
-    """The queue that is never empty, and its dispatcher."""
+class IdealDispatcher:
+    """Who hands out a queue that is never empty, and knows how long each answer will be."""
 
     cluster: Cluster
     asks: tuple[Ask, ...]

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 FORMS = "kill:ENGINE@FROM-TO, slow:ENGINE*FACTOR, slow:ENGINE,ENGINE*FACTOR@FROM-TO, abort:SHARE"
 """What a plan is made of; moments are shares of the trace ("35%") or seconds ("90s")."""
 
-_MOMENT = r"[\d.]+(?:%|s)"
+_NUMBER = r"\d+(?:\.\d+)?"
+_MOMENT = rf"{_NUMBER}(?:%|s)"
 _TROUBLE = re.compile(
-    rf"(?P<kind>kill|slow):(?P<engines>\d+(?:,\d+)*)(?:\*(?P<factor>[\d.]+))?"
+    rf"(?P<kind>kill|slow):(?P<engines>\d+(?:,\d+)*)(?:\*(?P<factor>{_NUMBER}))?"
     rf"(?:@(?P<start>{_MOMENT})-(?P<end>{_MOMENT}))?"
 )
-_ABORT = re.compile(r"abort:(?P<share>[\d.]+)%")
+_ABORT = re.compile(rf"abort:(?P<share>{_NUMBER})%")
 
 
 @frozen(kw_only=True)
@@ -78,17 +79,37 @@ def parse_faults(texts: Iterable[str], *, span_s: float, engines: int) -> FaultP
             troubles += _troubles(text, match, span_s, engines)
         else:
             raise ConfigError([f"--fault {text!r}: no such fault; it may be {FORMS}"])
+    _check_outages(troubles)
     return FaultPlan(troubles=tuple(troubles), abort_share=abort_share)
 
 
+def _check_outages(troubles: Iterable[Trouble]) -> None:
+    """An engine's wait before it is restarted is one setting: it is dead as long each time."""
+    outages: dict[int, float] = {}
+    for trouble in troubles:
+        if trouble.factor is None:
+            lasts = trouble.end_s - trouble.start_s
+            if not math.isclose(outages.setdefault(trouble.rank, lasts), lasts):
+                problem = (
+                    f"--fault: engine {trouble.rank} is killed for {outages[trouble.rank]:g} s and "
+                    f"for {lasts:g} s; let it be dead as long each time"
+                )
+                raise ConfigError([problem])
+
+
 def _is_whole(match: re.Match[str]) -> bool:
-    """A death has an end, and slowness a factor."""
-    return bool(match["start"]) if match["kind"] == "kill" else bool(match["factor"])
+    """A death has an end and no factor, and slowness a factor."""
+    if match["kind"] == "kill":
+        return match["start"] is not None and match["factor"] is None
+    return match["factor"] is not None and float(match["factor"]) > 0
 
 
 def _troubles(text: str, match: re.Match[str], span_s: float, engines: int) -> Iterator[Trouble]:
     start_s = _moment(match["start"], span_s) if match["start"] else 0.0
     end_s = _moment(match["end"], span_s) if match["end"] else math.inf
+    if not span_s and "%" in text:
+        problem = f"--fault {text!r}: this trace has no length to take a share of; say seconds"
+        raise ConfigError([problem])
     if end_s <= start_s:
         raise ConfigError([f"--fault {text!r}: it ends before it begins; swap the two moments"])
     for rank in map(int, match["engines"].split(",")):

@@ -9,6 +9,7 @@ Pure functions of numbers: knows nothing of files or engines.
 from __future__ import annotations
 
 from itertools import chain, combinations
+from operator import mul
 from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
@@ -16,7 +17,7 @@ from attrs import evolve, frozen
 from dpkit.costmodel import StepCost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     Row = tuple[Sequence[float], float]
 
@@ -95,7 +96,7 @@ def fit_steps(
         ValueError: there are no steps.
     """
     if not steps:
-        raise ValueError("there are no steps to fit")
+        raise ValueError("there are no steps to fit; measure some")
     best = cost = _by_kind(steps, experts)
     for _ in range(_ROUNDS):
         refined = _refined(steps, cost)
@@ -104,10 +105,14 @@ def fit_steps(
         cost = refined
         if _mean_error(cost, steps) < _mean_error(best, steps):
             best = cost
-    errors = sorted(_errors(best, steps))
+    return _fit(evolve(best, host_ms=host_ms), _errors(best, steps))
+
+
+def _fit(cost: StepCost, of: Iterable[float]) -> Fit:
+    errors = sorted(of)
     return Fit(
-        cost=evolve(best, host_ms=host_ms),
-        points=len(steps),
+        cost=cost,
+        points=len(errors),
         mean_error=sum(errors) / len(errors),
         p95_error=errors[int(0.95 * (len(errors) - 1))],
     )
@@ -198,24 +203,15 @@ def fit_run(served: Sequence[Served], *, engines: int = 1) -> Fit:
     """
     decoding = [each for each in served if each.output_tokens > 1 and each.last_s > each.first_s]
     if not decoding:
-        raise ValueError("no request has the two tokens from which a step can be told")
+        raise ValueError(
+            "no request has the two tokens from which a step can be told; log one of longer answers"
+        )
     rows = [(_beside(each, served, engines), each.last_s - each.first_s) for each in decoding]
     a, b, c, d, q = constants = non_negative(rows, 5)
-    errors = sorted(
-        abs(sum(map(_product, constants, terms)) / seconds - 1) for terms, seconds in rows
-    )
+    errors = (abs(sum(map(mul, constants, terms)) / seconds - 1) for terms, seconds in rows)
     # The plain sum, in a form that takes the larger of two: there both begin with a.
     cost = _cost((a, 0.0, a, b, max(0.0, c - b), d, 0.0, q), (1, 1))
-    return Fit(
-        cost=cost,
-        points=len(rows),
-        mean_error=sum(errors) / len(errors),
-        p95_error=errors[int(0.95 * (len(errors) - 1))],
-    )
-
-
-def _product(one: float, other: float) -> float:
-    return one * other
+    return _fit(cost, errors)
 
 
 def _beside(own: Served, served: Sequence[Served], engines: int) -> tuple[float, ...]:

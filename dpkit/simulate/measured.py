@@ -7,6 +7,8 @@ constants are fitted to them.
 from __future__ import annotations
 
 import csv
+import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -56,12 +58,16 @@ def _rows(path: Path, lines: list[str], read: Callable[[Mapping[str, str]], T]) 
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{path}:{number}: this was not measured: {type(error).__name__}: {error}"
             raise ConfigError([problem]) from error
+    if not found:
+        raise ConfigError(
+            [f"{path}: nothing was measured: there is a header, and no line after it"]
+        )
     return found
 
 
 def _step(row: Mapping[str, str]) -> Step:
     milliseconds = float(row["step_ms"])
-    if milliseconds <= 0:
+    if not 0 < milliseconds < math.inf:
         raise ValueError(f"step_ms must be more than 0, not {milliseconds:g}")
     return Step(
         prefill_tokens=int(row["prefill_tokens"]),
@@ -91,7 +97,9 @@ def preset_text(fit: Fit, *, source: str, kv_tokens: int | None = None) -> str:
         kv_tokens: What the card holds; None: the config must say.
     """
     error = f"{fit.mean_error:.1%} mean error, {fit.p95_error:.1%} at the 95th percentile"
-    lines = [f'measured_by = "{source}: {fit.points} points, {error}"']
+    # A string of JSON is one of TOML, whatever the file is called.
+    said = json.dumps(f"{source}: {fit.points} points, {error}", ensure_ascii=False)
+    lines = [f"measured_by = {said}"]
     if kv_tokens is not None:
         lines.append(f"kv_tokens = {kv_tokens}")
     for attribute in fields(StepCost):

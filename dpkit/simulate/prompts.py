@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpkit.simulate.traces import BLOCK_TOKENS
+from dpkit.simulate.traces import BLOCK_IDS, BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from dpkit.simulate.traces import Ask
 
-_OWN = 2**30
-"""Tokens from here on are one prompt's alone; block ids lie below."""
+_OWN = BLOCK_IDS
+"""Tokens from here on are one prompt's alone."""
 
 
 def prompt_of(ask: Ask, number: int) -> tuple[int, ...]:

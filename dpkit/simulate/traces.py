@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import random
 from datetime import datetime
 from itertools import pairwise
@@ -21,10 +22,13 @@ from attrs import evolve, frozen
 from dpkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 BLOCK_TOKENS = 512
 """Tokens that one block id of a trace stands for: Mooncake's choice, kept by those who followed."""
+
+BLOCK_IDS = 2**30
+"""Block ids are below this: prompts are made of them, and of tokens that are no block's."""
 
 _GZIP = b"\x1f\x8b"
 
@@ -143,21 +147,34 @@ def _asks(
         rows = None if rows is None else rows - 1
 
 
+def _seconds(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"nobody comes at {value}")
+    return value
+
+
+def _blocks(ids: Iterable[str | int]) -> tuple[int, ...]:
+    blocks = tuple(map(int, ids))
+    if blocks and not 0 <= min(blocks) <= max(blocks) < BLOCK_IDS:
+        raise ValueError(f"block ids are from 0 to {BLOCK_IDS - 1}; number the blocks anew")
+    return blocks
+
+
 def _own(row: dict[str, str]) -> Ask:
     return Ask(
-        arrival_s=float(row["arrival_s"]),
+        arrival_s=_seconds(float(row["arrival_s"])),
         prompt_tokens=max(1, int(row["prompt_tokens"])),
         output_tokens=max(1, int(row["output_tokens"])),
-        blocks=tuple(map(int, (row.get("blocks") or "").split())),
+        blocks=_blocks((row.get("blocks") or "").split()),
     )
 
 
 def _mooncake(row: dict[str, Any]) -> Ask:
     return Ask(
-        arrival_s=row["timestamp"] / 1e3,
+        arrival_s=_seconds(row["timestamp"] / 1e3),
         prompt_tokens=max(1, int(row["input_length"])),
         output_tokens=max(1, int(row["output_length"])),
-        blocks=tuple(map(int, row.get("hash_ids", ()))),
+        blocks=_blocks(row.get("hash_ids", ())),
     )
 
 

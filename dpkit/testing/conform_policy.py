@@ -1,12 +1,13 @@
 """`check_policy`: what a client's dispatch relies on in a policy.
 
 Drives the real ledger, view and dispatch through a story drawn from a seed: requests come and end,
-snapshots arrive, engines come and go. Knows nothing of what a good choice would be.
+snapshots and reports arrive, engines come and go. Knows nothing of what a good choice would be.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from dpkit.balancer.dispatch import EarlyDispatch
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.view import LoadView
 from dpkit.errors import NoEngineReady
-from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot
+from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot, StepReport, StepWork
 from dpkit.testing.rules import Subject
 from dpkit.testing.watched import WatchedPolicy
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 ENGINES = 5
 EVENTS = 300
+
+_FINISH = 0.7
+"""Share of the requests that the model ends; the others are aborted or lost."""
 
 
 def check_policy(make_policy: Callable[[], Policy], *, seeds: Iterable[int] = range(5)) -> None:
@@ -61,15 +65,18 @@ class _Story:
         self._policy = WatchedPolicy(policy, subject)
         self._dispatch = EarlyDispatch(self._ledger, self._view, self._policy)
         self._held: list[Placement] = []
+        self._answered: set[Placement] = set()
         self._away = {EngineId(f"e{rank}"): rank for rank in range(ENGINES)}
         self._there: dict[EngineId, int] = {}
         self._picks: list[EngineId] = []
-        self._count = 0
+        self._sent = Counter[EngineId]()
+        self._count = self._steps = 0
 
     def tell(self) -> list[EngineId]:
         """Go through it; returns who was picked."""
         self._come()
-        events = (self._ask, self._ask, self._ask, self._end, self._hear, self._come, self._go)
+        ask, told = self._ask, (self._hear, self._report, self._answer)
+        events = (ask, ask, ask, self._end, *told, self._come, self._go)
         for _ in range(EVENTS):
             self._rng.choice(events)()
             self._policy.verify()
@@ -106,6 +113,7 @@ class _Story:
             placement = self._dispatch.place(request)
         self._held.append(placement)
         self._picks.append(placement.engine)
+        self._sent[placement.engine] += 1
 
     def _is_homeless(self, request: GenerateRequest) -> bool:
         try:
@@ -122,7 +130,29 @@ class _Story:
     def _end(self) -> None:
         if self._held:
             placement = self._held.pop(self._rng.randrange(len(self._held)))
-            self._dispatch.release(placement)
+            output = (0,) * self._rng.randint(0, placement.request.sampling.max_tokens)
+            self._dispatch.release(placement, output, finished=self._rng.random() < _FINISH)
+
+    def _answer(self) -> None:
+        if waiting := [each for each in self._held if each not in self._answered]:
+            self._answered.add(placement := self._rng.choice(waiting))
+            self._dispatch.on_answered(placement)
+
+    def _report(self) -> None:
+        """An engine has done a step, and has reckoned with all that was sent there."""
+        if self._there:
+            engine = self._rng.choice(list(self._there))
+            sent = self._sent[engine]
+            self._steps += 1
+            report = StepReport(
+                step_time_s=0.01,
+                requests=self._ledger.inflight(engine),
+                steps=self._steps,
+                last_step=StepWork(decodes=1),
+                sent=sent,
+                acknowledged=sent,
+            )
+            self._dispatch.on_report(engine, report)
 
     def _hear(self) -> None:
         draw = self._rng.randint

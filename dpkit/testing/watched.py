@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from dpkit.abc import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from dpkit.abc import LoadView
+    from dpkit.abc import End, LoadView
     from dpkit.messages import GenerateRequest
     from dpkit.testing.rules import Subject
 
@@ -55,6 +55,11 @@ class WatchedPolicy(Policy):
         with self._watching("score"):
             return self._policy.score(request, index, view)
 
+    def scores(self, request: GenerateRequest, view: LoadView) -> Sequence[float] | None:
+        """Watch all scores."""
+        with self._watching("scores"):
+            return self._policy.scores(request, view)
+
     def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
         """Watch a charge."""
         with self._watching("on_charge"):
@@ -64,6 +69,16 @@ class WatchedPolicy(Policy):
         """Watch a release."""
         with self._watching("on_release"):
             self._policy.on_release(request, index, view)
+
+    def on_answered(self, request: GenerateRequest, view: LoadView) -> None:
+        """Watch an answer."""
+        with self._watching("on_answered"):
+            self._policy.on_answered(request, view)
+
+    def on_end(self, request: GenerateRequest, end: End, view: LoadView) -> None:
+        """Watch an end."""
+        with self._watching("on_end"):
+            self._policy.on_end(request, end, view)
 
     def on_engines(self, view: LoadView) -> None:
         """Watch a change of engines."""

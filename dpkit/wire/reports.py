@@ -7,7 +7,7 @@ key of its own. Sans-IO; knows no bytes (`codec`).
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
@@ -19,24 +19,11 @@ if TYPE_CHECKING:
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId
 
-_FIELDS = EngineReport.__struct_fields__
-# Those that `EngineCoreStatistics` has too.
-_COUNTS = _FIELDS[_FIELDS.index("free_blocks") : _FIELDS.index("scheduled_tokens")]
-_counts = attrgetter(*_COUNTS)
-# What a `StepReport` has stands before them, and, as far as it came later, behind them.
-_begin = attrgetter("step_time_s", "unprefilled_tokens", "context_tokens")
-_end = attrgetter(
-    "scheduled_tokens",
-    "generated_tokens",
-    "kv_tokens_used",
-    "kv_tokens",
-    "last_step.decodes",
-    "last_step.prefill_tokens",
-    "last_step.decode_context",
-    "last_step.prefill_context",
-    "sent",
-    "acknowledged",
+# By name: where a count stands says nothing of whose it is, as all that is added stands last.
+_COUNTS = tuple(
+    name for name in EngineReport.__struct_fields__ if name in EngineCoreStatistics.__annotations__
 )
+_counts = attrgetter(*_COUNTS)
 
 
 def stats_to_wire(stats: EngineStats, core: EngineCoreStatistics) -> SchedulerStats:
@@ -48,8 +35,32 @@ def stats_to_wire(stats: EngineStats, core: EngineCoreStatistics) -> SchedulerSt
         step_counter=stats.step_counter,
         current_wave=stats.current_wave,
         kv_cache_usage=stats.kv_cache_usage,
-        dpkit=EngineReport(*_begin(report), *_counts(core), *_end(report)),
+        dpkit=_report_to_wire(report, core),
     )
+
+
+def _report_to_wire(report: StepReport, core: EngineCoreStatistics) -> EngineReport:
+    step = report.last_step
+    return EngineReport(
+        step_time_s=report.step_time_s,
+        unprefilled_tokens=report.unprefilled_tokens,
+        context_tokens=report.context_tokens,
+        scheduled_tokens=report.scheduled_tokens,
+        generated_tokens=report.generated_tokens,
+        kv_tokens_used=report.kv_tokens_used,
+        kv_tokens=report.kv_tokens,
+        decodes=step.decodes,
+        prefill_tokens=step.prefill_tokens,
+        decode_context=step.decode_context,
+        prefill_context=step.prefill_context,
+        sent=report.sent,
+        acknowledged=report.acknowledged,
+        **_counts_of(core),
+    )
+
+
+def _counts_of(one: EngineCoreStatistics | EngineReport) -> dict[str, Any]:
+    return dict(zip(_COUNTS, _counts(one), strict=True))
 
 
 def stats_from_wire(wire: SchedulerStats, *, engine: EngineId, index: int, seq: int) -> EngineStats:
@@ -117,7 +128,7 @@ def statistics_from_wire(wire: SchedulerStats) -> EngineCoreStatistics | None:
         running=wire.num_running_reqs,
         waiting=wire.num_waiting_reqs,
         kv_cache_usage=wire.kv_cache_usage,
-        **dict(zip(_COUNTS, _counts(wire.dpkit), strict=True)),
+        **_counts_of(wire.dpkit),
     )
 
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from dpkit.balancer.dispatch import EarlyDispatch, Placement
+from dpkit.balancer.late import make_dispatch
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
 from dpkit.messages import EngineId, GenerateRequest, Snapshot
+from dpkit.names import Binding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,6 +65,12 @@ class Client:
         assert self.dispatch.remove(old)
         self.dispatch.add(engine, index)
         return engine
+
+    def use(self, policy: Policy) -> None:
+        """Go on with another policy."""
+        self.policy = policy
+        self.dispatch = make_dispatch(self.ledger, self.view, policy, Binding.EARLY)
+        self.dispatch.take_over()
 
     def release(self, placements: Iterable[Placement]) -> None:
         """End requests."""

@@ -63,8 +63,28 @@ def test_the_reason_tells_what_was_known_before_the_pick(make_client: MakeClient
     assert placement.reason[:6] == ("kv_pressure", 16.0, 0, 4, 6, 0.75)
     client.place()
     assert str(placement.reason) == (
-        "kv_pressure with score 16: 0 in flight, 4 waiting, 6 running, 75% of KV in use"
+        "kv_pressure with score 16: 0 in flight, 4 waiting, 6 running, 75% of KV in use, "
+        "as told 0 s ago"
     )
+
+
+def test_the_reason_tells_how_old_is_what_was_known(make_client: MakeClient) -> None:
+    client = make_client(2, Scripted(0, 1, 0))
+    first, second = client.view.engines
+
+    def age(name: str, now: float) -> float | None:
+        request = GenerateRequest(request_id=name, prompt_token_ids=(1,))
+        return client.dispatch.place(request, now=now).reason.age_s
+
+    client.dispatch.on_snapshot(Snapshot(loads=((0, 0, 0.0),)), now=2.0)
+    assert age("a", 2.5) == 0.5
+    assert age("b", 2.5) is None, "the snapshot does not speak of the second one"
+    client.dispatch.on_report(first, StepReport(), now=4.0)
+    assert age("c", 4.25) == 0.25
+    held = client.dispatch.place(GenerateRequest(request_id="c", prompt_token_ids=(1,)), now=5.0)
+    assert (held.reason.rule, held.reason.age_s) == (HELD, 1.0)
+    assert str(held.reason).endswith("of KV in use, as told 1 s ago")
+    assert client.view.loads[1].engine == second
 
 
 def test_a_policy_without_scores_gives_a_reason_without_one(make_client: MakeClient) -> None:
@@ -257,7 +277,7 @@ def test_another_policy_takes_over_with_all_that_is_known(
     assert client.view.changes
     client.policy.score(placements[0].request, 0, client.view)
     assert not client.view.changes, "the old policy has taken all news"
-    client.dispatch.use(load_policy(name, rng=random.Random(1)))
+    client.use(load_policy(name, rng=random.Random(1)))
     placement = client.place()
     assert placement.reason.rule == name
     client.release([*placements, placement])
@@ -330,6 +350,6 @@ def test_who_makes_nothing_of_reports_has_nothing_to_renew(make_client: MakeClie
     assert client.view.load(1).report is report
     assert not client.view.changes
     policy = Hearing(0)
-    client.dispatch.use(policy)
+    client.use(policy)
     client.dispatch.on_report(EngineId("e0"), report)
     assert policy.words == [(0, report)]

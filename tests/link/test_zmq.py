@@ -351,6 +351,15 @@ async def test_links_hear_how_many_of_their_own_requests_the_engine_reckons_with
         assert theirs == [(2, 0), (2, 1), (2, 1), (2, 2)]
 
 
+async def test_of_an_engine_that_never_tells_no_memory_of_what_was_sent_is_kept() -> None:
+    async with open_wire() as wire:
+        for number in range(3):
+            wire.ask(f"r{number}")
+            output = WireOutput(await wire.heard_id(), (1,), finish_reason=FinishCode.STOP)
+            await wire.say(output)
+        assert not wire.connection._unreckoned
+
+
 async def test_an_engine_that_does_not_tell_of_its_work_is_not_heard() -> None:
     async with open_wire() as wire:
         heard: list[StepReport] = []

@@ -24,6 +24,7 @@ from dpkit.nursery.cluster import Cluster, open_cluster
 from dpkit.nursery.events import EventLog
 from dpkit.nursery.flight import Limits
 from dpkit.nursery.flights import Flights
+from dpkit.nursery.line import SCAN
 from dpkit.nursery.membership import Membership
 from dpkit.testing.faults import CRASH
 from dpkit.text.bytes import ByteTokenizer
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 # Steps of 100 ms with 8 tokens each.
 LATE = 'balancer = { policy = "expected_ttft" }\n'
 SMALL = "max_num_batched_tokens = 8, max_num_seqs = 4"
-
-pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 
 def lab(engines: int = 2, *, settings: str = LATE, blocks: int = 1024) -> Lab:
@@ -69,14 +68,14 @@ async def fill_up(cluster: Cluster, engines: int = 2) -> list[Submission]:
     return long
 
 
-async def test_a_request_goes_at_once_while_its_engine_can_begin_it() -> None:
+async def test_a_request_goes_at_once_while_its_engine_can_begin_it(autojump_clock: object) -> None:
     async with lab().open() as cluster:
         first, second = ask(cluster, 4), ask(cluster, 4)
         assert [str(first.engine), str(second.engine)] == ["e0-0", "e1-0"]
         assert cluster.client.statistics().binding is Binding.LATE
 
 
-async def test_what_no_engine_can_begin_waits_at_the_client() -> None:
+async def test_what_no_engine_can_begin_waits_at_the_client(autojump_clock: object) -> None:
     async with lab().open() as cluster:
         await fill_up(cluster)
         waiting = ask(cluster, 4)
@@ -88,7 +87,7 @@ async def test_what_no_engine_can_begin_waits_at_the_client() -> None:
         assert not cluster.audit()
 
 
-async def test_leaving_while_waiting_costs_no_engine_anything() -> None:
+async def test_leaving_while_waiting_costs_no_engine_anything(autojump_clock: object) -> None:
     made = lab()
     async with made.open() as cluster:
         await fill_up(cluster)
@@ -102,7 +101,7 @@ async def test_leaving_while_waiting_costs_no_engine_anything() -> None:
         assert not cluster.audit()
 
 
-async def test_a_held_request_lets_others_pass_elsewhere() -> None:
+async def test_a_held_request_lets_others_pass_elsewhere(autojump_clock: object) -> None:
     async with lab().open() as cluster:
         ask(cluster, 16, engine="e0-0")
         await trio.testing.wait_all_tasks_blocked()
@@ -110,11 +109,30 @@ async def test_a_held_request_lets_others_pass_elsewhere() -> None:
         other = ask(cluster, 4)
         assert pinned.engine is None
         assert str(other.engine) == "e1-0"
+        assert [str(each) for each in cluster.client.statistics().unreported] == ["e1-0"]
         await settle()
+        assert cluster.client.statistics().unreported == ()
         assert str(pinned.engine) == "e0-0"
 
 
-async def test_nobody_passes_whoever_is_held_on_its_engine() -> None:
+async def test_however_many_are_pinned_to_a_busy_engine_others_pass_them(
+    autojump_clock: object,
+) -> None:
+    async with lab().open() as cluster:
+        ask(cluster, 16, engine="e0-0")
+        await trio.testing.wait_all_tasks_blocked()
+        pinned = [ask(cluster, 1, engine="e0-0") for _ in range(2 * SCAN)]
+        other = ask(cluster, 4)
+        assert str(other.engine) == "e1-0"
+        for each in pinned[::2]:
+            each.close()
+        await trio.sleep(20)
+        assert all(each.finish_reason is not None for each in pinned[1::2])
+        assert cluster.client.statistics().queued == 0
+        assert not cluster.audit()
+
+
+async def test_nobody_passes_whoever_is_held_on_its_engine(autojump_clock: object) -> None:
     async with lab(1).open() as cluster:
         await fill_up(cluster, 1)
         first = ask(cluster, 16)
@@ -128,7 +146,7 @@ async def test_nobody_passes_whoever_is_held_on_its_engine() -> None:
         assert second.engine is not None
 
 
-async def test_a_lower_priority_number_goes_first() -> None:
+async def test_a_lower_priority_number_goes_first(autojump_clock: object) -> None:
     async with lab(1).open() as cluster:
         await fill_up(cluster, 1)
         late = [ask(cluster, 8, priority=2), ask(cluster, 8, priority=1)]
@@ -136,7 +154,7 @@ async def test_a_lower_priority_number_goes_first() -> None:
         assert [each.engine is None for each in late] == [True, False]
 
 
-async def test_tenants_share_what_there_is() -> None:
+async def test_tenants_share_what_there_is(autojump_clock: object) -> None:
     async with lab(1).open() as cluster:
         await fill_up(cluster, 1)
         greedy = [ask(cluster, 8, tenant="a") for _ in range(3)]
@@ -152,7 +170,7 @@ async def test_tenants_share_what_there_is() -> None:
         assert placed.index(modest.request_id) == 1
 
 
-async def test_a_deadline_ends_a_request_that_waits() -> None:
+async def test_a_deadline_ends_a_request_that_waits(autojump_clock: object) -> None:
     async with lab(1).open() as cluster:
         for _ in range(4):  # as many as the engine takes at all
             ask(cluster, 1)
@@ -162,7 +180,7 @@ async def test_a_deadline_ends_a_request_that_waits() -> None:
         assert not cluster.audit()
 
 
-async def test_so_does_the_queues_time_out() -> None:
+async def test_so_does_the_queues_time_out(autojump_clock: object) -> None:
     settings = LATE + 'admission = { queue_timeout = "150ms" }\n'
     async with lab(1, settings=settings).open() as cluster:
         for _ in range(4):
@@ -171,7 +189,9 @@ async def test_so_does_the_queues_time_out() -> None:
             await cluster.client.complete("x")
 
 
-async def test_a_full_queue_refuses_and_no_queue_lets_go_what_can_go() -> None:
+async def test_a_full_queue_refuses_and_no_queue_lets_go_what_can_go(
+    autojump_clock: object,
+) -> None:
     settings = LATE + "admission = { max_queued = 0 }\n"
     async with lab(1, settings=settings).open() as cluster:
         assert ask(cluster, 4).engine is not None
@@ -182,7 +202,7 @@ async def test_a_full_queue_refuses_and_no_queue_lets_go_what_can_go() -> None:
         assert not cluster.audit()
 
 
-async def test_max_inflight_bounds_what_is_sent_as_ever() -> None:
+async def test_max_inflight_bounds_what_is_sent_as_ever(autojump_clock: object) -> None:
     settings = LATE + "admission = { max_inflight = 1 }\n"
     async with lab(settings=settings).open() as cluster:
         first, second = ask(cluster, 1), ask(cluster, 1)
@@ -191,7 +211,9 @@ async def test_max_inflight_bounds_what_is_sent_as_ever() -> None:
         assert second.engine is not None
 
 
-async def test_whoever_waits_when_its_engine_is_lost_goes_to_another() -> None:
+async def test_whoever_waits_when_its_engine_is_lost_goes_to_another(
+    autojump_clock: object,
+) -> None:
     made = lab()
     async with made.open() as cluster:
         ask(cluster, 4)
@@ -206,7 +228,9 @@ async def test_whoever_waits_when_its_engine_is_lost_goes_to_another() -> None:
         assert not cluster.audit()
 
 
-async def test_whoever_is_pinned_waits_for_its_engine_and_keeps_nobody() -> None:
+async def test_whoever_is_pinned_waits_for_its_engine_and_keeps_nobody(
+    autojump_clock: object,
+) -> None:
     made = lab()
     async with made.open() as cluster:
         made.faulty[0].inject(CRASH)
@@ -219,7 +243,7 @@ async def test_whoever_is_pinned_waits_for_its_engine_and_keeps_nobody() -> None
         assert pinned.engine == EngineId("e0-0", 1)
 
 
-async def test_a_drain_lets_those_who_wait_have_their_turn() -> None:
+async def test_a_drain_lets_those_who_wait_have_their_turn(autojump_clock: object) -> None:
     async with lab(1).open() as cluster:
         await fill_up(cluster, 1)
         waiting = ask(cluster, 4)
@@ -232,14 +256,14 @@ async def test_a_drain_lets_those_who_wait_have_their_turn() -> None:
         assert cluster.client.statistics().finished == 2
 
 
-async def test_several_clients_bind_early() -> None:
+async def test_several_clients_bind_early(autojump_clock: object) -> None:
     async with lab().open(clients=2) as cluster:
         assert {client.statistics().binding for client in cluster.clients} == {Binding.EARLY}
         await fill_up(cluster)
         assert ask(cluster, 4).engine is not None
 
 
-async def test_early_binding_can_be_asked_for() -> None:
+async def test_early_binding_can_be_asked_for(autojump_clock: object) -> None:
     settings = 'balancer = { policy = "expected_ttft", binding = "early" }\n'
     async with lab(settings=settings).open() as cluster:
         await fill_up(cluster)
@@ -247,7 +271,7 @@ async def test_early_binding_can_be_asked_for() -> None:
         assert cluster.client.statistics().binding is Binding.EARLY
 
 
-async def test_a_reload_changes_the_binding_and_who_waits_goes() -> None:
+async def test_a_reload_changes_the_binding_and_who_waits_goes(autojump_clock: object) -> None:
     made = lab(1)
     with made.config() as late:
         early = evolve(late, balancer=evolve(late.balancer, binding=Binding.EARLY))
@@ -285,7 +309,9 @@ class SilentLink:
         on_taken(self.engine, ())
 
 
-async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news() -> None:
+async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news(
+    autojump_clock,
+) -> None:
     ledger, link = Ledger(), SilentLink(EngineId("e0"))
     view = LoadView((), ledger)
     membership = Membership(Health(BalancerConfig()))
@@ -300,6 +326,7 @@ async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news() -
     asked = [client.submit([n] * 8, sink=lambda _: None, max_tokens=9) for n in range(3)]
     first, second, third = (each.request_id for each in asked)
     assert link.has == [first]
+    assert client.statistics().unreported == (link.engine,)
     flights.deliver(link.engine, EngineOutput(request_id=first, token_ids=(1,)))
     assert link.has == [first, second]
     asked[1].close()
@@ -319,7 +346,9 @@ def test_policies_that_cannot_hold_are_refused_by_the_config() -> None:
     )
 
 
-async def test_a_policy_of_your_own_that_cannot_hold_is_refused_at_the_start() -> None:
+async def test_a_policy_of_your_own_that_cannot_hold_is_refused_at_the_start(
+    autojump_clock,
+) -> None:
     policy = "dpkit.balancer.policies.round_robin:RoundRobin"
     config = parse_config(
         f'engines = [{{ model = "echo" }}]\nbalancer = {{ policy = "{policy}", binding = "late" }}'

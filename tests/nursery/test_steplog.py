@@ -81,6 +81,20 @@ async def test_engines_in_processes_are_told_of_too(tmp_path: Path) -> None:
     assert all(float(row["step_ms"]) > 0 for row in rows(path))
 
 
+async def test_steps_that_no_file_takes_are_in_the_statistics(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    async with dpkit.open_cluster(config(folder / "steps.csv")) as cluster:
+        folder.rmdir()
+        assert cluster.statistics().steps_lost == 0
+        await cluster.client.complete("abc", max_tokens=1)
+        with trio.fail_after(20):
+            while not cluster.statistics().steps_lost:  # noqa: ASYNC110 - a disk tells nobody
+                await trio.sleep(0.01)
+        assert cluster.statistics().steps_lost == 1
+        assert cluster.statistics().events_lost == 0
+
+
 async def test_a_step_is_noted_once_and_those_of_a_new_life_again(tmp_path: Path) -> None:
     log = StepLog(tmp_path / "steps.csv")
     for epoch, steps in ((0, 0), (0, 1), (0, 1), (0, 2), (1, 0), (1, 1), (0, 3)):

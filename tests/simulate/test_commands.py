@@ -194,7 +194,19 @@ def test_a_fit_is_printed_as_toml(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--experts many: expected K/E, such as 8/128" in capsys.readouterr().err
     steps.write_text(f"{header}\n")
     assert main(["fit", str(steps)]) == 2
-    assert "steps.csv: no request has the two tokens" in capsys.readouterr().err
+    assert "steps.csv: nothing was measured" in capsys.readouterr().err
+
+
+def test_the_log_of_a_run_is_fitted_without_what_is_said_of_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "run.csv"
+    header = "arrival_s,prompt_tokens,output_tokens,scheduled_s,first_token_s,last_token_s"
+    log.write_text(f"{header}\n0,10,1,0,1,1\n")
+    assert main(["fit", str(log)]) == 2
+    assert "no request has the two tokens" in capsys.readouterr().err
+    assert main(["fit", str(log), "--host-ms", "1"]) == 2
+    assert "leave out --experts and --host-ms, which are for tables" in capsys.readouterr().err
 
 
 def test_a_simulation_that_fails_aside_is_told_and_leaves_no_process() -> None:

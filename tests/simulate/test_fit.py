@@ -102,7 +102,7 @@ def test_without_anything_to_fit_there_is_no_fit() -> None:
 def test_a_fit_becomes_a_file_that_a_config_names(tmp_path: Path) -> None:
     fit = fit_steps(_steps(TRUE), host_ms=1.5)
     path = tmp_path / "mine.toml"
-    path.write_text(preset_text(fit, source="steps.csv", kv_tokens=300_000))
+    path.write_text(preset_text(fit, source=r'of "é\1".csv', kv_tokens=300_000))
     model = CostModel(str(path))
     assert model.spec.kv_tokens == 300_000
     assert model.cost.host_ms == 1.5
@@ -157,6 +157,14 @@ def test_a_preset_that_is_not_there_is_told_before_anything_starts(tmp_path: Pat
         (
             "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms\n1,0,0,0,fast\n",
             ":2: this was not measured: ValueError",
+        ),
+        (
+            "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms\n1,0,0,0,nan\n",
+            "step_ms must be more than 0, not nan",
+        ),
+        (
+            "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms\n",
+            "some.csv: nothing was measured: there is a header, and no line after it",
         ),
         (
             "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms\n1,0,0,0,0\n",

@@ -146,6 +146,10 @@ def test_readers_that_leave_free_their_engine() -> None:
     [
         ("explode:1", "--fault 'explode:1': no such fault; it may be kill:ENGINE@FROM-TO"),
         ("kill:1", "--fault 'kill:1': no such fault"),
+        ("kill:1*2@1s-2s", "no such fault"),
+        ("slow:0*1.2.3", "no such fault"),
+        ("slow:0*0", "no such fault"),
+        ("abort:.%", "no such fault"),
         ("slow:0,2*2", "there is no engine 2; they are 0 to 1"),
         ("kill:0@60%-20%", "it ends before it begins; swap the two moments"),
     ],
@@ -154,6 +158,22 @@ def test_what_is_no_plan_of_faults_is_told(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_faults([text], span_s=10.0, engines=2)
     assert words in str(caught.value)
+
+
+def test_an_engine_is_dead_as_long_each_time() -> None:
+    plan = parse_faults(["kill:0@1s-2s;kill:0@4s-5s;kill:1@1s-9s"], span_s=10.0, engines=2)
+    assert len(plan.troubles) == 3
+    with pytest.raises(ConfigError) as caught:
+        parse_faults(["kill:0@1s-2s", "kill:0@4s-6s"], span_s=10.0, engines=2)
+    problem = "--fault: engine 0 is killed for 1 s and for 2 s; let it be dead as long each time"
+    assert caught.value.problems == (problem,)
+
+
+def test_a_share_of_a_trace_without_length_is_none() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_faults(["kill:0@35%-65%"], span_s=0.0, engines=1)
+    problem = "--fault 'kill:0@35%-65%': this trace has no length to take a share of; say seconds"
+    assert caught.value.problems == (problem,)
 
 
 def test_plans_of_faults_are_put_together() -> None:

@@ -63,6 +63,14 @@ def test_azures_stamps_are_read_to_the_microsecond(tmp_path: Path) -> None:
             "arrival_s,prompt_tokens,output_tokens\n0,1,1\n0,many,1\n",
             "some.csv:3: this is no request: ValueError",
         ),
+        (
+            "arrival_s,prompt_tokens,output_tokens\nnan,1,1\n",
+            "some.csv:2: this is no request: ValueError: nobody comes at nan",
+        ),
+        (
+            f"{CSV}9,600,3,1 {2**30}\n",
+            "block ids are from 0 to 1073741823; number the blocks anew",
+        ),
         ('{"timestamp": 1}\n', "some.csv:1: this is no request: KeyError: 'input_length'"),
     ],
 )

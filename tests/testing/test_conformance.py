@@ -29,7 +29,7 @@ from dpkit.testing.wrapper import ModelWrapper
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from dpkit.abc import EngineLink, LoadView, Model, Policy
+    from dpkit.abc import End, EngineLink, LoadView, Model, Policy
     from dpkit.messages import Batch, GenerateRequest, StepResult
     from dpkit.nursery.inbox import Deliver
 
@@ -121,6 +121,27 @@ class Raising(RoundRobin):
         raise ValueError(index)
 
 
+class DeafToAnswers(RoundRobin):
+    """Trips over a first token."""
+
+    def on_answered(self, request: GenerateRequest, view: LoadView) -> None:  # noqa: ARG002
+        raise ValueError(request.request_id)
+
+
+class DeafToEnds(RoundRobin):
+    """Trips over an end."""
+
+    def on_end(self, request: GenerateRequest, end: End, view: LoadView) -> None:  # noqa: ARG002
+        raise ValueError(end)
+
+
+class DeafToReports(RoundRobin):
+    """Trips over a report."""
+
+    def on_report(self, index: int, view: LoadView) -> None:
+        raise ValueError(view.load(index).report)
+
+
 class Sticky(RoundRobin):
     """Does not hear that engines have gone."""
 
@@ -151,6 +172,9 @@ class Meddling(RoundRobin):
     [
         (OutOfRange, "`pick` gives the index of an engine"),
         (Raising, "`on_release` does not raise"),
+        (DeafToAnswers, "`on_answered` does not raise"),
+        (DeafToEnds, "`on_end` does not raise"),
+        (DeafToReports, "`on_report` does not raise"),
         (Sticky, "`pick` gives the index of an engine"),
         (Moody, "picks follow from what the policy is told"),
         (Meddling, "`pick` changes nothing that others read"),
