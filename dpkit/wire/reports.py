@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId
 
-_COUNTS = EngineReport.__struct_fields__[3:15]  # those that `EngineCoreStatistics` has too
+_FIELDS = EngineReport.__struct_fields__
+# Those that `EngineCoreStatistics` has too.
+_COUNTS = _FIELDS[_FIELDS.index("free_blocks") : _FIELDS.index("scheduled_tokens")]
 _counts = attrgetter(*_COUNTS)
 # What a `StepReport` has stands before them, and, as far as it came later, behind them.
 _begin = attrgetter("step_time_s", "unprefilled_tokens", "context_tokens")
