@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING, TypeAlias
 
 import httptools
-from attrs import frozen
+from attrs import define, frozen, setters
 
 from dpkit.serve.face import Request
 from dpkit.serve.target import BadTarget, split_target
@@ -32,7 +32,7 @@ _FEW_WORDS = 2048
 _GOOD_ID = re.compile(rb"[!-~]{1,128}")
 
 
-@frozen(eq=False)
+@define(eq=False, on_setattr=setters.frozen)  # as `Request` is, for its reasons
 class Message:
     """One whole request. Its body's bytes are its receiver's, who gives them back to the room."""
 
