@@ -7,7 +7,8 @@
 * The server: processor time for a token of such streams, and for a `GET /health` over 50
   connections, against uvicorn with uvloop and httptools under Starlette. dpkit's server is there
   twice: alone, with the same handlers as Starlette, whose tokens come from nowhere, and in `dpkit
-  run`, with engines, their wire and the ledger behind it.
+  run`, with engines, their wire and the ledger behind it. Those engines run ahead of it, and what
+  several steps bring to a stream it writes as one piece, where the others write each token.
 
     python benchmarks/bench_http.py [--rounds 5]
 

@@ -73,7 +73,10 @@ class GenerateRequest:
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step of an engine adds to one request; the last one carries `finish_reason`."""
+    """What a step of an engine adds to one request; the last one carries `finish_reason`.
+
+    To a client that is late, what several steps have added comes as one.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()

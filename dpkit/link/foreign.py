@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dpkit.engine.limits import EngineLimits
+    from dpkit.link.held import Held
     from dpkit.link.wirelink import ZmqLink
-    from dpkit.link.zmq import Held, OnTaken
+    from dpkit.link.zmq import OnTaken
     from dpkit.messages import EngineId, GenerateRequest, ModelSpec
     from dpkit.wire.structs import Envelope, SchedulerStats, UtilityAnswer, WireOutput, WireRequest
     from dpkit.wire.zsocket import ZSocket
@@ -236,7 +237,7 @@ class ForeignConnection(WireConnection):
             call.answer = answer
             call.answered.set()
 
-    def _take_batch(self, envelope: Envelope) -> Iterator[None]:
+    def _take_batch(self, envelope: Envelope, kept: list[Held] | None) -> Iterator[None]:
         if self.newest_step is not None and (stats := envelope.scheduler_stats) is not None:
             wave, step = self.newest_step()
             envelope.scheduler_stats = replace(stats, current_wave=wave, step_counter=step)
@@ -247,7 +248,7 @@ class ForeignConnection(WireConnection):
         if stats is not None and (prefixes := stats.prefix_cache_stats) is not None:
             self._counts.prefix_query_tokens += prefixes.queries
             self._counts.prefix_hit_tokens += prefixes.hits
-        return super()._take_batch(envelope)
+        return super()._take_batch(envelope, kept)
 
     def _count(self, output: WireOutput, held: Held) -> None:
         report = self._counts
@@ -287,6 +288,8 @@ class ForeignConnection(WireConnection):
     def _lose(self, wire_id: str, why: str) -> None:
         """Have one request lost, and no other."""
         held = self._held.pop(wire_id)
+        if held.kept:
+            held.tell()
         error = EngineLost(
             f"engine {self.engine} was lost to request {held.request_id}: it {why}",
             engine=self.engine,

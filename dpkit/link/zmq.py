@@ -13,12 +13,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import trio
-from attrs import define
 from msgspec import UNSET
 
 from dpkit.errors import EngineLost, RequestRejected, WireError
+from dpkit.link.held import Held
 from dpkit.link.progress import Progress
-from dpkit.messages import EngineOutput
 from dpkit.names import FinishReason
 from dpkit.nursery.inbox import lost
 from dpkit.nursery.meter import Meter
@@ -60,18 +59,6 @@ PIECE = 32
 """Outputs of one message that are taken in before others may have a turn."""
 
 ENDING = "is shutting down, by no order from here"
-
-
-@define(eq=False)
-class Held:
-    """A request that the engine has."""
-
-    request_id: str
-    asked: WireRequest
-    link: ZmqLink
-    asks_logprobs: bool
-    begun: bool = False
-    """Whether it has given a token."""
 
 
 class WireConnection:
@@ -129,7 +116,7 @@ class WireConnection:
         self._on_stats = on_stats
         self._on_gone = on_gone
         self._held: dict[str, Held] = {}
-        self._is_lost = False
+        self.is_lost = False  # and who held something has been told
         self._aborting: set[str] = set()  # the engine has not yet said that it has dropped them
         self._numbers = count()
 
@@ -173,8 +160,9 @@ class WireConnection:
         if self._unreckoned is not None:
             self._unreckoned.append((link, link.sent))
         sampling = request.sampling
-        asks_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        self._held[wire_id] = Held(request.request_id, asked, link, asks_logprobs)
+        tells_more = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        is_plain = not (tells_more or sampling.stop)
+        self._held[wire_id] = Held(request.request_id, asked, link, is_plain)
         return wire_id
 
     def _write(self, request: GenerateRequest, wire_id: str) -> WireRequest:
@@ -191,8 +179,9 @@ class WireConnection:
 
     def abort(self, wire_id: str) -> None:
         """Have the engine drop a request; what it still says of it reaches nobody. Idempotent."""
-        if self._held.pop(wire_id, None) is None:
+        if (held := self._held.pop(wire_id, None)) is None:
             return
+        held.kept = ()
         self._aborting.add(wire_id)
         self.meter.abort(wire_id)
         try:
@@ -227,8 +216,13 @@ class WireConnection:
 
     # From the engine.
 
-    def take(self, frames: list[bytes]) -> Iterator[None] | None:
+    def take(self, frames: list[bytes], kept: list[Held] | None = None) -> Iterator[None] | None:
         """Take in one message; of one with many outputs, some at each step of what is returned.
+
+        Args:
+            frames: Of the message.
+            kept: Where to put requests whose tokens nobody has been told of, as there is more to
+                take in already; None: everybody is told.
 
         Raises:
             WireError: it cannot be read, or says what no engine may say to a client.
@@ -241,7 +235,7 @@ class WireConnection:
         if message.utility_output is not None:
             self._take_answer(message.utility_output)
             return None
-        parts = self._take_batch(message)
+        parts = self._take_batch(message, kept)
         if len(message.outputs) > PIECE:
             return parts
         for _ in parts:
@@ -262,6 +256,8 @@ class WireConnection:
         """The engine has given requests up, and says nothing more of them."""
         taken = []
         for wire_id in wire_ids:
+            if (held := self._held.get(wire_id)) is not None and held.kept:
+                held.tell()  # wherever it goes on, it goes on after these
             if (held := self._held.pop(wire_id, None)) is not None:
                 held.link.forget(held.request_id)
                 taken.append(held.request_id)
@@ -270,7 +266,7 @@ class WireConnection:
         on_taken(self.engine, taken)
         self._note_idle()
 
-    def _take_batch(self, envelope: Envelope) -> Iterator[None]:
+    def _take_batch(self, envelope: Envelope, kept: list[Held] | None) -> Iterator[None]:
         if envelope.wave_complete is not None or envelope.start_wave is not None:
             raise WireError(
                 f"engine {self.engine} spoke of waves to a client, not a coordinator",
@@ -279,7 +275,7 @@ class WireConnection:
         if envelope.scheduler_stats is not None:
             self.stats = envelope.scheduler_stats
             self.progress.counted(self.stats.step_counter)
-        engine, find = self.engine, self._held.get
+        find = self._held.get
         tokens, prompts = len(envelope.outputs), list[int]()
         for number, output in enumerate(envelope.outputs, start=1):
             held = find(output.request_id)
@@ -287,18 +283,19 @@ class WireConnection:
                 self._take_late(output.request_id)
                 tokens -= 1
                 continue
+            if output.finish_reason is not None or not held.is_plain:
+                self._take_output(output, held)
+            elif kept is None or not held.begun:
+                held.tell(output.new_token_ids)  # the shortest way: it comes for every token
+            else:
+                held.keep(output.new_token_ids, kept)
             if not held.begun:
                 held.begun = bool(output.new_token_ids)
                 tokens -= not held.begun
                 prompts += [len(held.asked.prompt_token_ids or ())] * held.begun
-            if output.finish_reason is not None or held.asks_logprobs:
-                self._take_output(output, held)
-            else:  # what comes for every token, so it goes the shortest way
-                told = EngineOutput(request_id=held.request_id, token_ids=output.new_token_ids)
-                held.link.deliver(engine, told)
             if not number % PIECE:
                 yield
-                if self._is_lost:  # meanwhile, and all have been told
+                if self.is_lost:  # meanwhile, and all have been told
                     return
         self.meter.step(tokens, prompts)
         for wire_id in envelope.finished_requests or ():
@@ -323,6 +320,11 @@ class WireConnection:
             link.report(self.stats, is_settled=not unreckoned)
 
     def _take_output(self, output: WireOutput, held: Held) -> None:
+        if held.kept:
+            held.tell()
+            if output.request_id not in self._held:  # that was enough for the client
+                self._take_late(output.request_id)
+                return
         told = output_from_wire(output, held.asked, request_id=held.request_id, engine=self.engine)
         if isinstance(told.error, EngineLost):  # it is dying: no other may be placed there
             raise told.error
@@ -372,13 +374,15 @@ class WireConnection:
 
     def fail_all(self, cause: Exception, said: str) -> None:
         """Tell every request that is here that its engine is lost."""
-        self._is_lost = True
+        self.is_lost = True
         held = list(self._held.values())
         self._held.clear()
         self._aborting.clear()
         self.meter.end()
         self._takes.clear()
         for each in held:
+            if each.kept:
+                each.tell()
             name = each.request_id
             each.link.fail(name, lost(self.engine, name, said, cause))
 

@@ -15,6 +15,7 @@ import trio
 
 from dpkit.engine.limits import EngineLimits
 from dpkit.errors import EngineLost, LaunchFailed, WireError
+from dpkit.link.catchup import CatchUp
 from dpkit.link.foreign import QUESTION, ForeignConnection
 from dpkit.link.zmq import ENDING
 from dpkit.nursery.wirelife import WireLife
@@ -182,7 +183,9 @@ class JoinedLife(WireLife):
         )
         self._attach(connection)
         nursery.start_soon(self._guard, sockets.input.pump, self._refuse)
-        nursery.start_soon(self._guard, sockets.output.pump, connection.take)
+        nursery.start_soon(
+            self._guard, sockets.output.pump, CatchUp(sockets.output, connection).take
+        )
         if own is not None:
             nursery.start_soon(self._guard, own.counts.pump, connection.take_counts)
         if round_ is not None:

@@ -14,6 +14,7 @@ import trio
 
 from dpkit.errors import EngineLost, LaunchFailed
 from dpkit.launch.gist import gist
+from dpkit.link.catchup import CatchUp
 from dpkit.link.group import LOST_WITH_ITS_GROUP
 from dpkit.link.zmq import WireConnection
 from dpkit.nursery.wirelife import WireLife
@@ -173,7 +174,7 @@ class RemoteLife(WireLife):
         for socket in (sockets.input, sockets.handshake):
             nursery.start_soon(self._guard, socket.pump, self._refuse)
         try:
-            await sockets.output.pump(connection.take)
+            await sockets.output.pump(CatchUp(sockets.output, connection).take)
         except EngineLost as error:
             self._give_up(error)
 

@@ -40,12 +40,12 @@ class Submission:
 
         submission = client.submit("Once upon a time", sink=sink)
 
-    The sink gets what each step of the engine adds, synchronously, from whoever brings it: it must
-    be quick and cannot wait, and a Ctrl-C waits until it is done. The last call, and only that one,
-    has a `finish_reason`; by then the request counts nowhere any more. If it failed, `error` is
-    why: what reading a stream would raise. The first call comes after `Client.submit` has returned,
-    and none comes after `close`. The sink may call back: `close`, of this or another submission,
-    and `Client.submit`.
+    The sink gets what each step of the engine adds, or several that waited to be read,
+    synchronously, from whoever brings it: it must be quick and cannot wait, and a Ctrl-C waits
+    until it is done. The last call, and only that one, has a `finish_reason`; by then the request
+    counts nowhere any more. If it failed, `error` is why: what reading a stream would raise. The
+    first call comes after `Client.submit` has returned, and none comes after `close`. The sink may
+    call back: `close`, of this or another submission, and `Client.submit`.
 
     A sink that raises anything ends its own request and nothing else: the request is aborted, the
     sink is not called again, the log has the traceback, and the client's statistics count it.

@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING, TypeAlias
 
 import httptools
-from attrs import frozen
+from attrs import define, frozen, setters
 
 from dpkit.serve.face import Request
 from dpkit.serve.target import BadTarget, split_target
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 _VERSIONS = ("1.1", "1.0")
 _FRAMING = {b"content-length", b"transfer-encoding"}
 _STEERING = {b"host", b"expect", b"x-request-id"} | _FRAMING
+_FEW_WORDS = 2048
+"""Bytes of a head that is remembered: there may be many thousands of connections."""
 _GOOD_ID = re.compile(rb"[!-~]{1,128}")
 
 
-@frozen(eq=False)
+@define(eq=False, on_setattr=setters.frozen)  # as `Request` is, for its reasons
 class Message:
     """One whole request. Its body's bytes are its receiver's, who gives them back to the room."""
 
@@ -55,6 +57,8 @@ class Expectation:
 Event: TypeAlias = Message | Refusal | Expectation
 _Head: TypeAlias = tuple[str, str, str, str, str | None, bool]
 """What is known of a request before its body: see `RequestParser._message`."""
+_Words: TypeAlias = tuple[_Head, bytes, tuple[tuple[bytes, bytes], ...]]
+"""A head, its target, and its headers."""
 _EXPECTATION = Expectation()
 
 
@@ -83,6 +87,9 @@ class RequestParser:
         self._refused = False
         self._raw = 0
         self._opening = b""
+        self._understood: _Words | None = None  # what the newest request said
+        self._known = b""  # a request that came all at once, had no body, and let others come
+        self._meaning: _Words | None = None
         self._llhttp = httptools.HttpRequestParser(self)
         self._begin()
 
@@ -101,7 +108,12 @@ class RequestParser:
         """Take what the connection brought; after a refusal nothing happens any more."""
         if self._refused:
             return ()
-        if not self.receiving:
+        begins = not self.receiving
+        if begins:
+            # Who polls says the same again and again. Between requests llhttp remembers nothing, so
+            # it would understand the same.
+            if data == self._known and self._meaning is not None:
+                return (self._message(*self._meaning),)
             self._opening = data
         self._raw += len(data)
         self._parse(data)
@@ -111,7 +123,14 @@ class RequestParser:
         elif not self._refused:
             self._check_incomplete()
         events, self._events = self._events, []
+        if begins and not self.receiving and len(events) == 1:
+            self._remember(data, events[0])
         return events
+
+    def _remember(self, data: bytes, event: Event) -> None:
+        is_whole = isinstance(event, Message) and event.keep_alive and not event.request.body
+        if is_whole and len(data) <= _FEW_WORDS:
+            self._known, self._meaning = data, self._understood
 
     def close(self) -> None:
         """Give back what an incomplete request has taken; nothing is parsed any more."""
@@ -271,21 +290,26 @@ class RequestParser:
         if self._upgrades:
             self._upgrades = False
         elif self._head is not None:
-            self._events.append(self._message(self._head))
+            if not self._head[-1]:  # nothing may follow, which llhttp does remember
+                self._meaning = None
+            self._understood = self._head, self._target, tuple(self._headers)
+            self._events.append(self._message(*self._understood))
             self.receiving = False
             self._begin()
 
-    def _message(self, head: _Head) -> Message:
+    def _message(
+        self, head: _Head, target: bytes, headers: tuple[tuple[bytes, bytes], ...]
+    ) -> Message:
         method, path, query, version, given_id, keep_alive = head
         request = Request(
             method=method,
             path=path,
             query=query,
-            headers=tuple(self._headers),
+            headers=headers,
             body=b"".join(self._body),
             peer=self._peer,
             id=given_id or self._new_id(),
-            target=self._target,
+            target=target,
             http_version=version,
         )
         return Message(request, keep_alive)

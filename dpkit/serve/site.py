@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from attrs import define, field, frozen
+from attrs import define, field, setters
 
 from dpkit.logs import about
 from dpkit.serve.heads import HeadWriter
@@ -27,7 +27,8 @@ CLIENT_CLOSED = 499
 """What logs and metrics say where no status was sent since nobody was there: nginx's number."""
 
 
-@frozen(kw_only=True, eq=False)
+# Frozen as `Request` is, since there is one of them for each request, too.
+@define(kw_only=True, eq=False, on_setattr=setters.frozen)
 class Answered:
     """One answer that has ended, for logs and metrics."""
 

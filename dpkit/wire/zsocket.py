@@ -249,7 +249,7 @@ class ZSocket:
         self._check_open()
         taken = 0
         try:
-            while taken < most and (frames := self._take()) is not None:
+            while taken < most and self._is_readable() and (frames := self._take()) is not None:
                 taken += 1
                 deliver(frames)
         finally:

@@ -72,9 +72,9 @@ class Wire:
         assert engine == ENGINE
         self.got.append(output)
 
-    def ask(self, request_id: str = "r", prompt: int = 3) -> None:
+    def ask(self, request_id: str = "r", prompt: int = 3, **sampling_: Any) -> None:
         """Submit a request."""
-        sampling = SamplingParams(max_tokens=5)
+        sampling = SamplingParams(max_tokens=5, **sampling_)
         self.link.submit(
             GenerateRequest(
                 request_id=request_id, prompt_token_ids=(1,) * prompt, sampling=sampling

@@ -73,6 +73,30 @@ def test_requests_follow_each_other(data: bytes) -> None:
         assert flat(parse([data * 3])) == flat(once) * 3
 
 
+REPEATED = [each for each in GOOD.values() if b"100-continue" not in each.lower()]
+
+
+@given(
+    st.lists(
+        st.sampled_from([*REPEATED, *REPEATED, b"\r", b"\r\n", GET, GET[:9], GET[9:] + b"\r\n"])
+    )
+)
+def test_who_says_the_same_again_is_understood_as_if_for_the_first_time(
+    pieces: list[bytes],
+) -> None:
+    said = b"".join(pieces)
+    one_by_one = parse(said[i : i + 1] for i in range(len(said)))  # where nothing is recognized
+    assert flat(parse(pieces)) == flat(one_by_one)
+
+
+def test_a_request_in_the_same_words_has_an_id_of_its_own() -> None:
+    names, other = iter("abc"), POST + b"Content-Length: 1\r\n\r\nx"
+    parser = RequestParser(LIMITS, Room(LIMITS.max_bodies), "peer", lambda: next(names))
+    said = [parser.feed(each) for each in (GET + b"\r\n", other, GET + b"\r\n")]
+    told = [event.request for events in said for event in events if isinstance(event, Message)]
+    assert [(each.method, each.id) for each in told] == [("GET", "a"), ("POST", "b"), ("GET", "c")]
+
+
 def test_a_client_that_waits_is_told_to_go_on() -> None:
     head = POST + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n"
     waiting, message = parse([head, b"hello"])
