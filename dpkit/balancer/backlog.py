@@ -38,6 +38,7 @@ class Sent:
     chain: Sequence[int] = ()  # its blocks, as the prefix index names them
     is_pending: bool = True  # no report and no output speaks of it yet
     has_ended: bool = False
+    number: int = 0  # of all that the engine was sent
     answered_at: int = 0  # steps of the engine by then
     is_young: bool = False  # answered, and not as long yet as answers are
 
@@ -49,6 +50,9 @@ class Backlog:
     room: Room
     paces: tuple[Pace, Pace] = field(factory=make_paces)
     report: StepReport | None = None
+    count: int = 0
+    """Requests that were sent there so far."""
+    _all: dict[Sent, None] = field(factory=dict)  # live ones, as they were sent
     _order: deque[Sent] = field(factory=deque)  # as handed over, until reckoned with
     _live: int = 0
     _prompts: int = 0  # tokens of all live ones
@@ -61,8 +65,16 @@ class Backlog:
     _youngs: int = 0  # live ones; and when they were answered:
     _youngs_at: int = 0
 
+    @property
+    def steps(self) -> int:
+        """That the engine has told of."""
+        return 0 if self.report is None else self.report.steps
+
     def add(self, sent: Sent) -> None:
         """A request goes there now."""
+        self.count += 1
+        sent.number = self.count
+        self._all[sent] = None
         self._order.append(sent)
         self._live += 1
         self._prompts += sent.prompt
@@ -90,12 +102,23 @@ class Backlog:
         if sent.has_ended:
             return
         sent.has_ended = True
+        del self._all[sent]
         self._live -= 1
         self._prompts -= sent.prompt
         self._answered -= bool(sent.answered_at)
         self._age(sent)
         self._settle(sent)
         self._forget_settled()
+
+    def since(self, count: int) -> int:
+        """KV tokens of those live ones that were sent after so many."""
+        tokens, steps = 0, self.steps
+        for sent in reversed(self._all):
+            if sent.number <= count:
+                break
+            tokens += sent.prompt - sent.shared
+            tokens += steps - sent.answered_at if sent.answered_at else 0
+        return tokens
 
     def hear(self, report: StepReport) -> bool:
         """Take the engine's word; True: it tells of a step that was not told of before."""

@@ -54,6 +54,25 @@ class Standing:
     growth: float = 0.0  # G: predicted output to come
     kv_tokens: float = 0.0  # V: in use or still to be allocated, shared blocks once
 
+    def joined(self, prompt: int, new: int, wants: int, length: float) -> Standing:
+        """How it stands with one request more.
+
+        Args:
+            prompt: Tokens of the prompt.
+            new: Those that are not cached.
+            wants: Those that no running request holds.
+            length: Tokens of an answer.
+        """
+        return Standing(
+            room=self.room,
+            slowness=self.slowness,
+            prefill=self.prefill + new,
+            requests=self.requests + 1,
+            context=self.context + prompt,
+            growth=self.growth + length,
+            kv_tokens=self.kv_tokens + wants,
+        )
+
 
 class Rate(NamedTuple):
     """What a score needs of an engine, the same for all requests that might go there.

@@ -205,6 +205,30 @@ def test_a_full_engine_takes_no_more_though_it_has_nothing_to_prefill() -> None:
     assert client.decide(1) == [None]
 
 
+def test_who_is_long_held_for_want_of_kv_lets_those_pass_that_leave_him_room() -> None:
+    client = Late(1, room=ROOM._replace(requests=64))
+    client.send(30_000)
+    client.report(0, requests=1, kv_tokens_used=30_000, steps=10)
+    large = client.dispatch.prepare(client.request(25_000))
+
+    def decide(*prompts: int) -> list[int | None]:
+        to = client.dispatch.open_pass()
+        assert to.offer(large) is None
+        offered = [client.dispatch.prepare(client.request(tokens)) for tokens in prompts]
+        return [to.offer(prospect) for prospect in offered]
+
+    assert decide(900) == [None]
+    client.report(0, requests=1, kv_tokens_used=30_000, steps=209)
+    assert decide(900) == [None], "KV may come free within the life of an answer, 200 steps"
+    client.report(0, requests=1, kv_tokens_used=30_000, steps=210)
+    assert decide(900, 99, 1, 1) == [0, 0, 0, None], "and no more than a step computes"
+    for _ in range(24):
+        assert client.decide(900) == [0]
+        client.report(0, requests=1, kv_tokens_used=25_000, steps=210)
+    # Of 50,000 he wants 25,000, and half of 200 are to come to him and to who passes him.
+    assert decide(3_201, 3_200) == [None, 0], "21,600 have passed him"
+
+
 def test_growth_is_reserved_before_somebody_is_let_in() -> None:
     client = Late(1)
     placement, young, old = client.send(10), client.send(10), client.send(10)

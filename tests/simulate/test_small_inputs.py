@@ -5,7 +5,9 @@ Each of them shows one fault of `kv_pressure`; `docs/simulate.md` says which pol
 
 from __future__ import annotations
 
-from dpkit.simulate.run import Outcome, run
+from attrs import evolve
+
+from dpkit.simulate.run import Outcome, Scenario, run
 from dpkit.simulate.study import with_policy
 from tests.simulate.lab import workload_of
 
@@ -46,3 +48,15 @@ def test_micro_kv_engines_that_are_short_of_memory_preempt_and_finish_all_the_sa
     assert outcome.preemptions > 0
     assert all(answer.is_whole for answer in outcome.answers)
     assert outcome.watch.queue_share > 0.0
+
+
+def _resuming(scenario: Scenario) -> Scenario:
+    config = scenario.config
+    return evolve(scenario, config=evolve(config, admission=evolve(config.admission, resume=True)))
+
+
+def test_micro_kv_short_prompts_pass_long_answers_that_wait_for_memory() -> None:
+    scenario = with_policy(_resuming(workload_of("micro-kv")), "expected_ttft")
+    outcome = run(scenario)
+    assert not [a.number for a in outcome.answers[12:] if a.ttft_s > 1.0]
+    assert all(answer.is_whole for answer in outcome.answers)
