@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from dpkit.balancer.ttft import Standing
     from dpkit.messages import EngineId, Room, StepReport
 
+BEGUN = 64
+"""So many steps after its first token an answer has just begun: should it be a short one, its
+tokens come late if a long prompt is computed beside it."""
+
 HALF = 0.5
 """Of an answer is there, on average, when nobody says how much."""
 
@@ -164,6 +168,7 @@ class Backlog:
         standing.context = report.context_tokens + unread + self._pending_prompts
         others = 0 if alone else max(0, counted - self._live)
         standing.growth = self._growth(report.steps, others, length)
+        standing.begun = self._live - self._answered + self._just_begun(report.steps)
         # Whoever runs holds blocks for all its prompt; those that wait have none yet.
         unplaced = unread if report.waiting else 0
         standing.kv_tokens = report.kv_tokens_used + unplaced + self._pending_room
@@ -180,6 +185,14 @@ class Backlog:
         unanswered = (self._live - self._answered) * length
         return of_young + unanswered + others * HALF * length
 
+    def _just_begun(self, steps: int) -> int:
+        count = 0
+        for sent in reversed(self._young):
+            if steps - sent.answered_at >= BEGUN:
+                break
+            count += sent.is_young
+        return count
+
     def _age(self, sent: Sent) -> None:
         if sent.is_young:
             sent.is_young = False
@@ -189,6 +202,7 @@ class Backlog:
     def _stand_by_ledger(self, standing: Standing, load: EngineLoad, length: float) -> None:
         standing.requests = load.inflight + load.others
         standing.prefill = self._pending_new
+        standing.begun = self._live - self._answered
         written = HALF * length * self._answered
         standing.context = self._prompts + written
         standing.growth = max(0.0, self._live * length - written)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dpkit.balancer.backlog import BEGUN
 from dpkit.balancer.dispatch import EarlyDispatch
 from dpkit.balancer.late import LateDispatch, make_dispatch
 from dpkit.balancer.ledger import Ledger
@@ -147,6 +148,28 @@ def test_one_steps_worth_of_prompts_may_wait_on_an_engine_and_no_more() -> None:
     assert client.decide(400) == [0]
     client.report(0, requests=1, unprefilled_tokens=400, scheduled_tokens=400)
     assert client.decide(600, 400, 1) == [0, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("has_prefix_cache", "tokens", "index"),
+    [(False, 1001, 1), (False, 1000, 0), (True, 1001, 0)],
+)
+def test_a_long_prompt_keeps_away_from_answers_that_have_just_begun(
+    has_prefix_cache: bool, tokens: int, index: int
+) -> None:
+    client = Late(2, room=ROOM._replace(has_prefix_cache=has_prefix_cache))
+    for engine in ("e0", "e0", "e0", "e1"):
+        client.dispatch.on_answered(client.send(10, engine=engine))
+    for place, (count, context) in enumerate([(3, 30), (1, 2_000)]):
+        client.report(place, requests=count, context_tokens=context)
+    placements = [client.send(10, engine="e0") for _ in range(3)]
+    client.report(0, requests=6, context_tokens=60, steps=100)
+    for placement in placements:
+        client.dispatch.on_answered(placement)
+    assert client.send(tokens).index == index
+    client.report(0, requests=6, context_tokens=60, steps=100 + BEGUN)
+    client.dispatch.release(client.send(tokens, engine="e1"))
+    assert client.send(tokens).index == 0
 
 
 def test_what_was_sent_counts_until_the_engine_has_read_it() -> None:
