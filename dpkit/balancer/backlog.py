@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from dpkit.balancer.ttft import Standing
     from dpkit.messages import EngineId, Room, StepReport
 
+BEGUN = 64
+"""So many steps after its first token an answer has just begun: should it be a short one, its
+tokens come late if a long prompt is computed beside it."""
+
 HALF = 0.5
 """Of an answer is there, on average, when nobody says how much."""
 
@@ -38,6 +42,7 @@ class Sent:
     chain: Sequence[int] = ()  # its blocks, as the prefix index names them
     is_pending: bool = True  # no report and no output speaks of it yet
     has_ended: bool = False
+    number: int = 0  # of all that the engine was sent
     answered_at: int = 0  # steps of the engine by then
     is_young: bool = False  # answered, and not as long yet as answers are
 
@@ -49,6 +54,9 @@ class Backlog:
     room: Room
     paces: tuple[Pace, Pace] = field(factory=make_paces)
     report: StepReport | None = None
+    count: int = 0
+    """Requests that were sent there so far."""
+    _all: dict[Sent, None] = field(factory=dict)  # live ones, as they were sent
     _order: deque[Sent] = field(factory=deque)  # as handed over, until reckoned with
     _live: int = 0
     _prompts: int = 0  # tokens of all live ones
@@ -61,8 +69,16 @@ class Backlog:
     _youngs: int = 0  # live ones; and when they were answered:
     _youngs_at: int = 0
 
+    @property
+    def steps(self) -> int:
+        """That the engine has told of."""
+        return 0 if self.report is None else self.report.steps
+
     def add(self, sent: Sent) -> None:
         """A request goes there now."""
+        self.count += 1
+        sent.number = self.count
+        self._all[sent] = None
         self._order.append(sent)
         self._live += 1
         self._prompts += sent.prompt
@@ -90,12 +106,23 @@ class Backlog:
         if sent.has_ended:
             return
         sent.has_ended = True
+        del self._all[sent]
         self._live -= 1
         self._prompts -= sent.prompt
         self._answered -= bool(sent.answered_at)
         self._age(sent)
         self._settle(sent)
         self._forget_settled()
+
+    def since(self, count: int) -> int:
+        """KV tokens of those live ones that were sent after so many."""
+        tokens, steps = 0, self.steps
+        for sent in reversed(self._all):
+            if sent.number <= count:
+                break
+            tokens += sent.prompt - sent.shared
+            tokens += steps - sent.answered_at if sent.answered_at else 0
+        return tokens
 
     def hear(self, report: StepReport) -> bool:
         """Take the engine's word; True: it tells of a step that was not told of before."""
@@ -141,6 +168,7 @@ class Backlog:
         standing.context = report.context_tokens + unread + self._pending_prompts
         others = 0 if alone else max(0, counted - self._live)
         standing.growth = self._growth(report.steps, others, length)
+        standing.begun = self._live - self._answered + self._just_begun(report.steps)
         # Whoever runs holds blocks for all its prompt; those that wait have none yet.
         unplaced = unread if report.waiting else 0
         standing.kv_tokens = report.kv_tokens_used + unplaced + self._pending_room
@@ -157,6 +185,14 @@ class Backlog:
         unanswered = (self._live - self._answered) * length
         return of_young + unanswered + others * HALF * length
 
+    def _just_begun(self, steps: int) -> int:
+        count = 0
+        for sent in reversed(self._young):
+            if steps - sent.answered_at >= BEGUN:
+                break
+            count += sent.is_young
+        return count
+
     def _age(self, sent: Sent) -> None:
         if sent.is_young:
             sent.is_young = False
@@ -166,6 +202,7 @@ class Backlog:
     def _stand_by_ledger(self, standing: Standing, load: EngineLoad, length: float) -> None:
         standing.requests = load.inflight + load.others
         standing.prefill = self._pending_new
+        standing.begun = self._live - self._answered
         written = HALF * length * self._answered
         standing.context = self._prompts + written
         standing.growth = max(0.0, self._live * length - written)

@@ -34,6 +34,9 @@ class Prospect:
     chain: Sequence[int]
     hits: Mapping[EngineId, int] = field(factory=dict)  # blocks
     version: int = -1  # of the index, when it was asked for the hits
+    held_at: dict[EngineId, tuple[int, int]] = field(factory=dict)
+    """Steps that an engine had made, and requests that it had been sent, when this one was first
+    held for its KV."""
 
 
 def prospect_of(request: GenerateRequest) -> Prospect:
@@ -92,6 +95,16 @@ class Books:
         hit = self.hits(prospect).get(engine, 0)
         shared = self.prefixes.held(engine, prospect.chain, hit) if hit else 0
         return prospect.prompt - hit * BLOCK, shared * BLOCK
+
+    def passed(self, prospect: Prospect, engine: EngineId) -> tuple[int, int]:
+        """Since a request is held for want of KV: steps, and KV tokens of those that went before.
+
+        It is held since this was first asked.
+        """
+        if (backlog := self._backlogs.get(engine)) is None:
+            return 0, 0
+        steps, count = prospect.held_at.setdefault(engine, (backlog.steps, backlog.count))
+        return backlog.steps - steps, backlog.since(count)
 
     def trim(self, engine: EngineId, kv_tokens: float) -> None:
         """So many tokens of its KV cache are left to what nobody uses."""

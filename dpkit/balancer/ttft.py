@@ -41,6 +41,11 @@ class Weights:
     spread: float = 2.0
     """kappa. The engine's own work weighs once more for so many that come after it."""
 
+    stalling: float = 0.02
+    """lambda. A long prompt's work weighs that part more for each answer that has just begun: its
+    tokens come late meanwhile. Only without a prefix cache: with one it matters more to go where
+    the prefix is."""
+
 
 @define(eq=False)
 class Standing:
@@ -51,8 +56,29 @@ class Standing:
     prefill: float = 0.0  # U: uncached tokens of prompts, beyond the step under way
     requests: int = 0  # n
     context: float = 0.0  # K: tokens of all its requests, those that share blocks each for itself
+    begun: int = 0  # F: of them those whose answer has just begun, or is to begin
     growth: float = 0.0  # G: predicted output to come
     kv_tokens: float = 0.0  # V: in use or still to be allocated, shared blocks once
+
+    def joined(self, prompt: int, new: int, wants: int, length: float) -> Standing:
+        """How it stands with one request more.
+
+        Args:
+            prompt: Tokens of the prompt.
+            new: Those that are not cached.
+            wants: Those that no running request holds.
+            length: Tokens of an answer.
+        """
+        return Standing(
+            room=self.room,
+            slowness=self.slowness,
+            prefill=self.prefill + new,
+            requests=self.requests + 1,
+            context=self.context + prompt,
+            begun=self.begun + 1,
+            growth=self.growth + length,
+            kv_tokens=self.kv_tokens + wants,
+        )
 
 
 class Rate(NamedTuple):
@@ -68,6 +94,7 @@ class Rate(NamedTuple):
     slowness: float
     free: float  # KV tokens that nobody speaks for
     dear: float  # seconds of waiting for each token that is wanting
+    stalled: float  # how many times its own work a long prompt costs others
 
 
 def rate(engine: Standing, costs: Costs, weights: Weights, length: float) -> Rate:
@@ -86,6 +113,7 @@ def rate(engine: Standing, costs: Costs, weights: Weights, length: float) -> Rat
         - weights.growth * (engine.growth + length),
         # KV comes free when requests end: a whole cache of it in a life of one.
         step * length / room.kv_tokens,
+        0.0 if room.has_prefix_cache else weights.stalling * engine.begun,
     )
 
 
@@ -105,9 +133,9 @@ def scores(
     return [
         base
         + step * -(-(prefill + new) // per_step)
-        + slowness * work
+        + slowness * (work * (1.0 + stalled) if new > per_step else work)
         + (dear * (wants - free) if wants > free else 0.0)
-        for base, step, prefill, per_step, slowness, free, dear in rates
+        for base, step, prefill, per_step, slowness, free, dear, stalled in rates
     ]
 
 

@@ -1,9 +1,10 @@
-"""Requests that wait on an engine short of memory, while another could begin them: had back.
+"""Requests that wait on an engine short of memory: had back, as they wait better at the client.
 
 What an engine has been sent it must finish, unless it is asked: what waits there, not begun or
-preempted, may be given up. Looks at what engines report, asks the dispatch where such requests
-would begin at once, and asks their engine for those. The engine's answer decides; whoever owns the
-requests places them anew. Only where requests are bound late: else nobody knows who has room.
+preempted, may be given up. At the client it goes to whichever engine has room first, and others may
+pass it that have room now; an engine lets nobody pass who waits. Looks at what engines report, and
+asks those for it. The engine's answer decides; whoever owns the requests places them anew. Only
+where requests are bound late: else they would be sent at once, to wait again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dpkit.balancer.late import LateDispatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from dpkit.abc import EngineLink, Pass
+    from dpkit.abc import EngineLink
     from dpkit.balancer.dispatch import EarlyDispatch
     from dpkit.messages import EngineId, Room, StepReport
     from dpkit.nursery.flight import Flight
@@ -70,7 +71,7 @@ class Rescue:
     def look(
         self, engine: EngineId, report: StepReport, dispatch: EarlyDispatch, *, resume: bool
     ) -> None:
-        """Ask a starved engine for what another could begin at once.
+        """Ask a starved engine for what waits there.
 
         Args:
             engine: Who has just told of a step.
@@ -83,13 +84,8 @@ class Rescue:
             return
         if not isinstance(dispatch, LateDispatch):
             return
-        looking = dispatch.open_pass()
-        if (
-            looking.is_over
-        ):  # as it is most often when all engines are full, and then that many wait
-            return
         waiting = self._waiting(engine, report, dispatch, resume=resume)
-        if wanted := list(_movable(waiting, engine, dispatch, looking)):
+        if wanted := [flight.request.request_id for flight in waiting]:
             self._asked.add(engine)
             self._links[engine].take_back(wanted, self._on_taken)
 
@@ -115,18 +111,3 @@ class Rescue:
                 self.taken += 1
                 self._place_anew(engine, flight)
         self._on_done()
-
-
-def _movable(
-    flights: Iterator[Flight], engine: EngineId, dispatch: LateDispatch, looking: Pass
-) -> Iterator[str]:
-    """Those that another engine than theirs would begin with its next step."""
-    _, view = dispatch.books
-    for flight in flights:
-        if looking.is_over:
-            return
-        if flight.prospect is None:
-            flight.prospect = dispatch.prepare(flight.request)
-        index = looking.offer(flight.prospect)
-        if index is not None and view.engines[index] != engine:
-            yield flight.request.request_id

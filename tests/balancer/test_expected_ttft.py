@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dpkit.balancer.backlog import BEGUN
 from dpkit.balancer.dispatch import EarlyDispatch
 from dpkit.balancer.late import LateDispatch, make_dispatch
 from dpkit.balancer.ledger import Ledger
@@ -164,6 +165,28 @@ def test_one_steps_worth_of_prompts_may_wait_on_an_engine_and_no_more() -> None:
     assert client.decide(600, 400, 1) == [0, 0, None]
 
 
+@pytest.mark.parametrize(
+    ("has_prefix_cache", "tokens", "index"),
+    [(False, 1001, 1), (False, 1000, 0), (True, 1001, 0)],
+)
+def test_a_long_prompt_keeps_away_from_answers_that_have_just_begun(
+    has_prefix_cache: bool, tokens: int, index: int
+) -> None:
+    client = Late(2, room=ROOM._replace(has_prefix_cache=has_prefix_cache))
+    for engine in ("e0", "e0", "e0", "e1"):
+        client.dispatch.on_answered(client.send(10, engine=engine))
+    for place, (count, context) in enumerate([(3, 30), (1, 2_000)]):
+        client.report(place, requests=count, context_tokens=context)
+    placements = [client.send(10, engine="e0") for _ in range(3)]
+    client.report(0, requests=6, context_tokens=60, steps=100)
+    for placement in placements:
+        client.dispatch.on_answered(placement)
+    assert client.send(tokens).index == index
+    client.report(0, requests=6, context_tokens=60, steps=100 + BEGUN)
+    client.dispatch.release(client.send(tokens, engine="e1"))
+    assert client.send(tokens).index == 0
+
+
 def test_what_was_sent_counts_until_the_engine_has_read_it() -> None:
     client = Late(1)
     client.decide(10)
@@ -218,6 +241,30 @@ def test_a_full_engine_takes_no_more_though_it_has_nothing_to_prefill() -> None:
     client.send(1)
     client.report(0, requests=2)
     assert client.decide(1) == [None]
+
+
+def test_who_is_long_held_for_want_of_kv_lets_those_pass_that_leave_him_room() -> None:
+    client = Late(1, room=ROOM._replace(requests=64))
+    client.send(30_000)
+    client.report(0, requests=1, kv_tokens_used=30_000, steps=10)
+    large = client.dispatch.prepare(client.request(25_000))
+
+    def decide(*prompts: int) -> list[int | None]:
+        to = client.dispatch.open_pass()
+        assert to.offer(large) is None
+        offered = [client.dispatch.prepare(client.request(tokens)) for tokens in prompts]
+        return [to.offer(prospect) for prospect in offered]
+
+    assert decide(900) == [None]
+    client.report(0, requests=1, kv_tokens_used=30_000, steps=209)
+    assert decide(900) == [None], "KV may come free within the life of an answer, 200 steps"
+    client.report(0, requests=1, kv_tokens_used=30_000, steps=210)
+    assert decide(900, 99, 1, 1) == [0, 0, 0, None], "and no more than a step computes"
+    for _ in range(24):
+        assert client.decide(900) == [0]
+        client.report(0, requests=1, kv_tokens_used=25_000, steps=210)
+    # Of 50,000 he wants 25,000, and half of 200 are to come to him and to who passes him.
+    assert decide(3_201, 3_200) == [None, 0], "21,600 have passed him"
 
 
 def test_growth_is_reserved_before_somebody_is_let_in() -> None:

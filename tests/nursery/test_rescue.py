@@ -14,6 +14,8 @@ from dpkit.nursery.rescue import is_starved
 from dpkit.testing.idle import check_idle
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dpkit.messages import Completion
 
 # Two engines with room for 32 blocks of 16 tokens, which is short answers by all that is expected.
@@ -33,8 +35,15 @@ def config(policy: str = "expected_ttft", *, resume: bool = True) -> dpkit.Confi
     return dpkit.parse_config(CONFIG.format(policy=policy, resume=str(resume).lower()))
 
 
-async def crowd(cluster: dpkit.Cluster) -> list[Completion]:
+async def crowd(
+    cluster: dpkit.Cluster,
+    *,
+    first: tuple[int, int] = (470, 30),
+    on_end: Callable[[int], object] = lambda _: None,
+) -> list[Completion]:
     """Long answers meet on engine-0, which nobody could foresee; then engine-1 stands idle.
+
+    Its `first` one is a prompt and an answer. `on_end` is told of each that is done.
 
     All but the last are pinned. That one finds engine-1 full, and is preempted when that is not.
     """
@@ -44,9 +53,10 @@ async def crowd(cluster: dpkit.Cluster) -> list[Completion]:
         done[number] = await cluster.client.complete(
             prompt_of(number, prompt), max_tokens=tokens, ignore_eos=True, engine=engine
         )
+        on_end(number)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(ask, 0, "engine-1", 470, 30)
+        nursery.start_soon(ask, 0, "engine-1", *first)
         for number in (1, 2):
             nursery.start_soon(ask, number, "engine-0", 100, 150)
         await trio.sleep(0.1)
@@ -69,6 +79,25 @@ async def test_what_was_preempted_goes_on_where_there_is_room(autojump_clock: ob
         assert [engine.core.preemptions for engine in statistics.engines] == [1, 0]
         told = [each for each in cluster.events if each.kind is EventKind.REQUEST_TAKEN_BACK]
         assert len(told) == 1
+        assert cluster.audit() == ()
+        check_idle(cluster)
+
+
+async def test_what_waits_for_memory_waits_at_the_client_though_nobody_has_room(
+    autojump_clock: object,
+) -> None:
+    taken: dict[int, int] = {}
+    async with dpkit.open_cluster(config()) as cluster:
+
+        def on_end(number: int) -> None:
+            taken[number] = cluster.statistics().clients[0].taken_back
+
+        # Answers are short, by all that was seen.
+        await cluster.client.complete(prompt_of(9, 9), max_tokens=30, ignore_eos=True)
+        *_, moved = await crowd(cluster, first=(400, 112), on_end=on_end)
+        assert taken[0] == 1, "had back before engine-1 had room"
+        assert moved.engine.name == "engine-1"
+        assert moved.token_ids == tuple((prompt_of(3, 100) * 2)[:150])
         assert cluster.audit() == ()
         check_idle(cluster)
 

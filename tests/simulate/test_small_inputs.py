@@ -5,7 +5,13 @@ Each of them shows one fault of `kv_pressure`; `docs/simulate.md` says which pol
 
 from __future__ import annotations
 
-from dpkit.simulate.run import Outcome, run
+from attrs import evolve
+
+from dpkit.balancer.policies.expected_ttft import ExpectedTtft
+from dpkit.balancer.ttft import Weights
+from dpkit.config.load import parse_config
+from dpkit.simulate.run import Outcome, Scenario, run
+from dpkit.simulate.settings import simulated, text_for
 from dpkit.simulate.study import with_policy
 from tests.simulate.lab import workload_of
 
@@ -46,3 +52,33 @@ def test_micro_kv_engines_that_are_short_of_memory_preempt_and_finish_all_the_sa
     assert outcome.preemptions > 0
     assert all(answer.is_whole for answer in outcome.answers)
     assert outcome.watch.queue_share > 0.0
+
+
+def _resuming(scenario: Scenario) -> Scenario:
+    config = scenario.config
+    return evolve(scenario, config=evolve(config, admission=evolve(config.admission, resume=True)))
+
+
+def test_micro_kv_short_prompts_pass_long_answers_that_wait_for_memory() -> None:
+    scenario = with_policy(_resuming(workload_of("micro-kv")), "expected_ttft")
+    outcome = run(scenario)
+    assert not [a.number for a in outcome.answers[12:] if a.ttft_s > 1.0]
+    assert all(answer.is_whole for answer in outcome.answers)
+
+
+class Heedless(ExpectedTtft):
+    """Long prompts go anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__(weights=Weights(stalling=0.0))
+
+
+def test_bimodal_long_prompts_do_not_stall_answers_that_have_just_begun() -> None:
+    workload = workload_of("bimodal", rows=250)
+    config = simulated(parse_config(text_for("bimodal") + "kv.prefix_cache = false"))
+    scenario = evolve(workload, config=config, trace=workload.trace.scaled(0.03))
+    stalled = [
+        sum(answer.tpot_s > 0.03 for answer in run(with_policy(scenario, policy)).answers)
+        for policy in (f"{__name__}:Heedless", "expected_ttft")
+    ]
+    assert stalled[1] < stalled[0] / 2

@@ -193,6 +193,7 @@ class TtftPass:
         self._start = scan_start(view)
         self._standings = standings
         self._rates = rates
+        self._short: dict[int, Shortage] = {}  # by engine
         self._open = {
             index
             for index, (each, rate) in enumerate(zip(standings, rates, strict=True))
@@ -207,32 +208,60 @@ class TtftPass:
     def offer(self, prospect: Prospect, index: int | None = None) -> int | None:
         """Where to send a request now; None: it is held, for its best engine.
 
-        Whoever is held closes that engine to all behind it: nobody passes it there.
+        Whoever is held closes that engine to all behind it: nobody passes it there. Only who has
+        long been held for want of KV lets those pass that leave it the room it will need.
         """
         policy = self._policy
         if index is None:
             index = policy.best(prospect, self._rates, self._start)
         new, shared = policy.books.sizes(prospect, self._engines[index])
-        spare = self._rates[index].free - prospect.prompt + shared
-        sends = index in self._open and has_credit(
-            self._standings[index], policy.weights, new, spare
-        )
-        standing = self._reckon(index, prospect.prompt, new, shared)
-        if not sends or standing.prefill >= policy.weights.window * standing.room.tokens_per_step:
+        wants = prospect.prompt - shared
+        begun, short = self._standings[index], self._short.get(index)
+        spare = self._rates[index].free
+        if short is not None:
+            begun, spare = short.begun, min(policy.rate(short.begun).free, short.left)
+        may_begin = index in self._open and has_credit(begun, policy.weights, new, 0.0)
+        sends = may_begin and (spare >= wants or not begun.requests)
+        if sends:
+            begun = begun.joined(prospect.prompt, new, wants, policy.lengths.mean)
+        self._reckon(index, prospect.prompt, new, wants)
+        if short is not None:
+            short.begun, short.left = begun, short.left - wants * sends
+        elif may_begin and not sends:
+            may_begin = self._lets_pass(prospect, index, begun, wants)
+        if not may_begin or begun.prefill >= policy.weights.window * begun.room.tokens_per_step:
             self._open.discard(index)
         return index if sends else None
 
-    def _reckon(self, index: int, prompt: int, new: int, shared: int) -> Standing:
+    def _reckon(self, index: int, prompt: int, new: int, wants: int) -> None:
         """For the rest of this pass, the engine has this one too."""
-        before = self._standings[index]
-        self._standings[index] = after = Standing(
-            room=before.room,
-            slowness=before.slowness,
-            prefill=before.prefill + new,
-            requests=before.requests + 1,
-            context=before.context + prompt,
-            growth=before.growth + self._policy.lengths.mean,
-            kv_tokens=before.kv_tokens + prompt - shared,
-        )
+        length = self._policy.lengths.mean
+        after = self._standings[index] = self._standings[index].joined(prompt, new, wants, length)
         self._rates[index] = self._policy.rate(after)
-        return after
+
+    def _lets_pass(self, prospect: Prospect, index: int, begun: Standing, wants: int) -> bool:
+        """Whether others may go first, where a request is held for want of KV.
+
+        Not yet, as long as KV may be expected to come free: until the engine has made as many
+        steps as an answer has tokens.
+        """
+        policy = self._policy
+        length = policy.lengths.mean
+        steps, passed = policy.books.passed(prospect, self._engines[index])
+        if steps < length:
+            return False
+        cache = policy.weights.fill * begun.room.kv_tokens
+        left = cache - wants - passed - 2 * policy.weights.growth * length
+        self._short[index] = Shortage(begun=begun, left=left)
+        return True
+
+
+@define(eq=False, kw_only=True)
+class Shortage:
+    """An engine for which somebody is held that its KV cache has had no room for all this time."""
+
+    begun: Standing
+    """As it is without those that are held for it."""
+    left: float
+    """KV tokens that those may have who go before the one that is held: he has his room at the
+    latest when all have ended that were there before him."""
