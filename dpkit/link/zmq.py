@@ -266,12 +266,12 @@ class WireConnection:
         on_taken(self.engine, taken)
         self._note_idle()
 
-    def _take_batch(self, envelope: Envelope, kept: list[Held] | None) -> Iterator[None]:
+    def _take_batch(  # noqa: PLR0912 - a call for every token costs more than it tidies
+        self, envelope: Envelope, kept: list[Held] | None
+    ) -> Iterator[None]:
         if envelope.wave_complete is not None or envelope.start_wave is not None:
-            raise WireError(
-                f"engine {self.engine} spoke of waves to a client, not a coordinator",
-                engine=self.engine,
-            )
+            said = f"engine {self.engine} spoke of waves to a client, not a coordinator"
+            raise WireError(said, engine=self.engine)
         if envelope.scheduler_stats is not None:
             self.stats = envelope.scheduler_stats
             self.progress.counted(self.stats.step_counter)

@@ -136,16 +136,8 @@ wire_outputs = st.builds(
 )
 engine_reports = st.builds(
     EngineReport,
-    seconds,
-    counts,
-    counts,
-    counts,
-    counts,
-    shares,
-    *[counts] * 17,
-    seconds,
-    counts,
-    counts,
+    **dict.fromkeys(EngineReport.__struct_fields__, counts)
+    | {"step_time_s": seconds, "peak_kv_usage": shares, "prefill_context": seconds},
 )
 scheduler_stats = st.builds(
     SchedulerStats,
