@@ -4,7 +4,8 @@ P1  Every request has exactly one outcome, the same at its reader and in the clu
 P2  What was delivered is a prefix, in order, without gaps or repeats, of what one life of an engine
     produced; or of two or more, where the request was resumed.
 P3  When nothing is under way, nothing is held (`dpkit.testing.idle`); no engine works on for a
-    reader that has gone, and a request is tried no more often than the config says.
+    reader that has gone, and a request is tried no more often than the config says, and once more
+    for each time that an engine was asked to give it back.
 
 Readers write into the history through `ask` or `complete`, engines through a recording model
 (`model`). Knows nothing of faults or schedules: sweeps, the world and chaos runs share it.
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import trio
 from attrs import define, field, frozen
 
 from dpkit.errors import DpkitError, InternalError
+from dpkit.nursery.events import EventKind
 from dpkit.testing.idle import check_idle
 from dpkit.testing.lives import Run, explains
 from dpkit.testing.recording import RecordingModel
@@ -179,7 +181,16 @@ class History:
 
     def problems(self, cluster: Cluster | None = None) -> list[str]:
         """Every promise that was broken, in words."""
-        found = [problem for entry in self.entries for problem in self._of_entry(entry)]
+        given_back = Counter(
+            event.request_id
+            for event in (() if cluster is None else cluster.events)
+            if event.kind is EventKind.REQUEST_TAKEN_BACK
+        )
+        found = [
+            problem
+            for entry in self.entries
+            for problem in self._of_entry(entry, given_back[entry.request_id])
+        ]
         if cluster is not None:
             found += disagreements(cluster, self.entries)
         return found
@@ -196,7 +207,7 @@ class History:
         if cluster is not None:
             check_idle(cluster, bad_stats=bad_stats)
 
-    def _of_entry(self, entry: Entry) -> Iterator[str]:
+    def _of_entry(self, entry: Entry, given_back: int) -> Iterator[str]:
         if len(entry.outcomes) != 1:
             yield f"P1: {entry.request_id} has the outcomes {entry.outcomes or 'none'}"
         told = self._runs.get(entry.request_id, [])
@@ -205,5 +216,5 @@ class History:
             yield f"P2: {entry.request_id} got {entry.tokens}, produced were {runs}"
         if entry.wasted > LATE:
             yield f"P3: {entry.wasted} tokens were made of {entry.request_id} after its end"
-        if len(runs) > (most := 1 + self._retries):
+        if len(runs) > (most := 1 + self._retries + given_back):
             yield f"P3: {entry.request_id} was tried {len(runs)} times, at most {most} were allowed"

@@ -138,8 +138,8 @@ PLANTS = {
         "P1",
         "requests of a lost engine wait for ever",
         "dpkit/nursery/busyloop.py",
-        "            deliver(self.engine, _failed(request_id, error))\n        self.core.end()\n",
-        "        self.core.end()\n",
+        "deliver(self.engine, failed(request_id, lost(self.engine, request_id, said, cause)))",
+        "failed(request_id, lost(self.engine, request_id, said, cause))",
         FAIL_SWEEP,
     ),
     "terminal_event_forgotten": Plant(
