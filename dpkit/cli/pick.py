@@ -20,7 +20,6 @@ from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
 from dpkit.messages import EngineId, GenerateRequest, Room, SamplingParams, Snapshot, StepReport
-from dpkit.names import Binding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -150,10 +149,9 @@ def dry_run(
     """
     count = max(1, len(state.clients))
     policy = load_policy(config.balancer.policy, rng=random.Random(0))  # noqa: S311 - no secret
-    binding = Binding.EARLY if count > 1 else config.balancer.bound
     ledger = Ledger()
     view = LoadView((), ledger, client_count=count)
-    dispatch = make_dispatch(ledger, view, policy, binding)
+    dispatch = make_dispatch(ledger, view, policy, config.balancer.bound)
     ready = [(rank, each) for rank, each in enumerate(state.engines) if each.state == READY]
     for rank, each in ready:
         dispatch.add(_id(each.engine), rank, _room(each, groups))

@@ -26,7 +26,7 @@ from dpkit.engine.models import (
     loads_at_once,
 )
 from dpkit.engine.publish import PublishGate
-from dpkit.names import Binding, EngineKind
+from dpkit.names import EngineKind
 from dpkit.nursery.busyloop import BusyLoop
 from dpkit.nursery.client import Client
 from dpkit.nursery.flight import Limits
@@ -308,20 +308,12 @@ class Builder:
         """Make the policy of one client."""
         return load_policy(self._config.balancer.policy, rng=self.rng(f"{index}/policy"))
 
-    def binding(self, clients: int) -> Binding:
-        """When requests get their engines.
-
-        Several clients that each hold requests for an engine would all send them when it has room
-        for one: without a common arbiter, they bind early.
-        """
-        return Binding.EARLY if clients > 1 else self._config.balancer.bound
-
     def client(self, index: int, count: int) -> tuple[Client, Flights]:
         """Make one of `count` clients, with a balancer of its own that knows no engine yet."""
         config, ledger, serves = self._config, Ledger(), self._config.engines[0]
         view = LoadView((), ledger, client_index=index, client_count=count)
         flights = Flights(
-            make_dispatch(ledger, view, self.policy(index), self.binding(count)),
+            make_dispatch(ledger, view, self.policy(index), config.balancer.bound),
             limits=self.limits(),
             membership=self._membership,
             events=self._events,

@@ -267,8 +267,8 @@ class Cluster:
         """Make the dispatch of each client; None: it keeps the one it has."""
         if self.config.balancer.binds_like(config.balancer):
             return [None] * len(self._flights)
-        late = builder.binding(len(self._flights))
-        return [each.rebound(builder.policy(i), late) for i, each in enumerate(self._flights)]
+        binding = config.balancer.bound
+        return [each.rebound(builder.policy(i), binding) for i, each in enumerate(self._flights)]
 
     def _switch(self, config: Config, builder: Builder, dispatches: Dispatches) -> None:
         self.config, self._builder = config, builder

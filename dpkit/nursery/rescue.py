@@ -4,7 +4,7 @@ What an engine has been sent it must finish, unless it is asked: what waits ther
 preempted, may be given up. At the client it goes to whichever engine has room first, and others may
 pass it that have room now; an engine lets nobody pass who waits. Looks at what engines report, and
 asks those for it. The engine's answer decides; whoever owns the requests places them anew. Only
-where requests are bound late: else they would be sent at once, to wait again.
+where requests are bound late, and by one client: else they would be sent at once, to wait again.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Rescue:
         room = self._rooms.get(engine)
         if room is None or engine in self._asked or not is_starved(report, room):
             return
-        if not isinstance(dispatch, LateDispatch):
+        if not isinstance(dispatch, LateDispatch) or dispatch.books[1].client_count > 1:
             return
         waiting = self._waiting(engine, report, dispatch, resume=resume)
         if wanted := [flight.request.request_id for flight in waiting]:

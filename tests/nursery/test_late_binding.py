@@ -256,11 +256,14 @@ async def test_a_drain_lets_those_who_wait_have_their_turn(autojump_clock: objec
         assert cluster.client.statistics().finished == 2
 
 
-async def test_several_clients_bind_early(autojump_clock: object) -> None:
+async def test_several_clients_bind_late_too(autojump_clock: object) -> None:
     async with lab().open(clients=2) as cluster:
-        assert {client.statistics().binding for client in cluster.clients} == {Binding.EARLY}
+        assert {client.statistics().binding for client in cluster.clients} == {Binding.LATE}
         await fill_up(cluster)
-        assert ask(cluster, 4).engine is not None
+        waiting = ask(cluster, 4)
+        assert waiting.engine is None
+        await settle()
+        assert waiting.engine is not None
 
 
 async def test_early_binding_can_be_asked_for(autojump_clock: object) -> None:

@@ -117,6 +117,13 @@ async def test_bound_early_nothing_is_had_back(autojump_clock: object) -> None:
         assert cluster.statistics().clients[0].taken_back == 0
 
 
+async def test_of_several_clients_none_has_anything_back(autojump_clock: object) -> None:
+    async with dpkit.open_cluster(config(), clients=2) as cluster:
+        *_, stayed = await crowd(cluster)
+        assert stayed.engine.name == "engine-0"
+        assert cluster.statistics().clients[0].taken_back == 0
+
+
 ROOM = Room(tokens_per_step=100, requests=8, kv_tokens=1000, has_prefix_cache=True)
 
 
