@@ -135,7 +135,7 @@ async def test_G02_a_port_that_is_taken_fails_the_start_at_once_and_is_named() -
 
 
 async def test_a_picked_port_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="dpkit")
     config = group("tcp://0.0.0.0:*", vllm='host = "localhost", join_timeout = "50ms"')
     async with open_joined(config, LOCAL):
         await until(lambda: "may join" in caplog.text)
