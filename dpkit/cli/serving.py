@@ -41,7 +41,12 @@ if TYPE_CHECKING:
 
 _CHAT = "/v1/chat/completions"
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - what is said, not bound
-_ASK = {"role": "user", "content": "Name three fruits."}
+# Short and the same each time: left to chance, a small model may ramble to the end of its context.
+_ASK = {
+    "messages": [{"role": "user", "content": "Name three fruits."}],
+    "temperature": 0,
+    "max_tokens": 64,
+}
 
 
 class Serving(Running):
@@ -200,5 +205,5 @@ def _curl(service: HttpService) -> str:
         words.append(f"http://{_REACHABLE.get(host, host)}:{port}{_CHAT}")
     if variable := front.settings.api_key_env:
         words.append(f'-H "Authorization: Bearer ${{{variable}%%,*}}"')  # the first of several
-    body = json.dumps({"model": front.model, "messages": [_ASK]})
+    body = json.dumps({"model": front.model, **_ASK})
     return " ".join([*words, "-d", shlex.quote(body)])
