@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import trio
 
+from dpkit.errors import ClusterClosed, Draining
 from dpkit.serve.choices import Choice, StreamedChoice
 from dpkit.serve.chunks import Usage, error_event
-from dpkit.serve.errors import JSON, api_error
+from dpkit.serve.errors import JSON, api_error, cut_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dpkit.serve.chunks import Form
+    from dpkit.serve.errors import ApiError
     from dpkit.serve.face import Headers, Responder
     from dpkit.serve.logprobs import Spelling
     from dpkit.serve.requests import Order
@@ -108,13 +110,22 @@ class Answer(ABC):
             return
         self.error = error
         self.done.set()
-        told = api_error(error, self.form.id)
+        told = self._told(error)
         if self.responder.status is None:
             told.answer(self.responder)
         else:
             self.responder.write(self._left() + error_event(told.fields))
             self.responder.finish()
         self.close()
+
+    def _told(self, error: Exception) -> ApiError:
+        """What the client hears. The cluster's own words are for requests that come too late."""
+        tokens = self.usage.completion
+        if isinstance(error, Draining):
+            return cut_off(tokens, code="draining", retry_after=error.retry_after)
+        return (
+            cut_off(tokens) if isinstance(error, ClusterClosed) else api_error(error, self.form.id)
+        )
 
     def _left(self) -> bytes:
         """What has come, and was not said yet."""

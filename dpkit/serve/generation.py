@@ -13,7 +13,7 @@ import trio
 from dpkit.logs import ENGINE
 from dpkit.serve.answers import Streamed, Whole
 from dpkit.serve.chunks import Form, Kind
-from dpkit.serve.errors import ApiError, bad_request
+from dpkit.serve.errors import bad_request, cut_off
 from dpkit.serve.face import Ending
 from dpkit.serve.front import Generated
 from dpkit.serve.requests import read_chat, read_completion
@@ -69,7 +69,7 @@ async def _generate(
         await answer.done.wait()
     except trio.Cancelled:
         if responder.ending is Ending.SHUTDOWN:
-            answer.fail(ApiError(503, "the server is stopping", code="shutdown", retry_after=1))
+            answer.fail(cut_off(answer.usage.completion))
         raise
     except Exception as error:
         answer.error = error

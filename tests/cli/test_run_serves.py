@@ -212,7 +212,9 @@ def test_the_second_signal_ends_streams_at_once_with_an_event(tmp_path) -> None:
             served.process.send_signal(TERM)
             _wait_refused(served)
             served.process.send_signal(TERM)
-            assert "error" in _last_event(response.read())
+            error = _last_event(response.read())["error"]
+            assert (error["type"], error["code"]) == ("server_error", "shutdown")
+            assert "the server is stopping: the answer was cut off after " in error["message"]
         _, err = served.process.communicate()
         assert (served.process.returncode, err) == (143, "")
 

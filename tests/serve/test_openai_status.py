@@ -194,6 +194,10 @@ class TestAdmin:
             *said, last = events((await client.reply()).body)
             assert text_of(said) == "abcab"
             assert last["error"]["code"] == "draining"
+            assert last["error"]["message"] == (
+                "the server is stopping: the answer was cut off after 5 tokens; "
+                "ask again elsewhere or later"
+            )
             await settle()
 
     async def test_a_reload_says_what_has_changed(self) -> None:
