@@ -17,6 +17,7 @@ from dpkit.errors import ClusterClosed, Draining
 from dpkit.serve.choices import Choice, StreamedChoice
 from dpkit.serve.chunks import Usage, error_event
 from dpkit.serve.errors import JSON, api_error, cut_off
+from dpkit.serve.face import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,7 +116,8 @@ class Answer(ABC):
             told.answer(self.responder)
         else:
             self.responder.write(self._left() + error_event(told.fields))
-            self.responder.finish()
+            stops = isinstance(error, (ClusterClosed, Draining))
+            self.responder.finish(Ending.SHUTDOWN if stops else Ending.ERROR)
         self.close()
 
     def _told(self, error: Exception) -> ApiError:

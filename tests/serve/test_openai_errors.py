@@ -15,6 +15,7 @@ import trio.testing
 from dpkit.engine.models.echo import EchoModel
 from dpkit.errors import EngineLost
 from dpkit.names import Cause
+from dpkit.serve.face import Ending
 from dpkit.serve.front import Front
 from dpkit.serve.routes import API, Router
 from dpkit.testing.faults import CRASH, HANG
@@ -309,6 +310,10 @@ async def test_a_deadline_of_ones_own_is_504(autojump_clock: Any) -> None:
         assert text_of(said) == "abca"
         assert last["error"]["code"] == "deadline_exceeded"
         await settle()
+        assert [(each.status, each.ending) for each in desk.answered] == [
+            (504, Ending.FINISHED),
+            (200, Ending.ERROR),
+        ]
 
 
 class Unreadable(ByteTokenizer):

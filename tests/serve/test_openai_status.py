@@ -13,6 +13,7 @@ import trio
 
 from dpkit.errors import ConfigError, ModelNotFound
 from dpkit.nursery.reload import Plan
+from dpkit.serve.face import Ending
 from dpkit.testing.http import render
 from tests.nursery.lab import settle
 from tests.serve.desk import COMPLETIONS, ECHO, SLOW, Desk, error_of, events, open_desk, text_of
@@ -199,6 +200,7 @@ class TestAdmin:
                 "ask again elsewhere or later"
             )
             await settle()
+            assert [each.ending for each in desk.answered] == [Ending.FINISHED, Ending.SHUTDOWN]
 
     async def test_a_reload_says_what_has_changed(self) -> None:
         async def reload() -> Plan:
