@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import trio
 
-from dpkit.errors import ClusterClosed, Draining
+from dpkit.errors import ClusterClosed, Draining, RequestRejected
 from dpkit.serve.choices import Choice, StreamedChoice
-from dpkit.serve.chunks import Usage, error_event
+from dpkit.serve.chunks import Kind, Usage, error_event
 from dpkit.serve.errors import JSON, api_error, cut_off
 from dpkit.serve.face import Ending
 
@@ -46,6 +46,7 @@ class Answer(ABC):
         form: How it is written.
         spelling: Texts of single tokens.
         headers: Makes those of a good answer, once it has begun.
+        longest: Tokens that a prompt and its answer may have together.
     """
 
     choice_class: ClassVar[type[Choice]] = Choice
@@ -58,6 +59,7 @@ class Answer(ABC):
         form: Form,
         spelling: Spelling,
         headers: MakeHeaders,
+        longest: int,
     ) -> None:
         self.responder = responder
         self.order = order
@@ -68,6 +70,7 @@ class Answer(ABC):
         self.error: Exception | None = None
         self.began_at: float | None = None
         """When the first token came, on Trio's clock."""
+        self.longest = longest
         self._headers = headers
         self._open = 0
 
@@ -125,9 +128,19 @@ class Answer(ABC):
         tokens = self.usage.completion
         if isinstance(error, Draining):
             return cut_off(tokens, code="draining", retry_after=error.retry_after)
-        return (
-            cut_off(tokens) if isinstance(error, ClusterClosed) else api_error(error, self.form.id)
-        )
+        if isinstance(error, ClusterClosed):
+            return cut_off(tokens)
+        param = self._too_long() if isinstance(error, RequestRejected) else None
+        return api_error(error, self.form.id, param)
+
+    def _too_long(self) -> str | None:
+        """The field by which the request is too long for the model, if it is."""
+        length = max((len(each.prompt_token_ids) for each in self.choices), default=0)
+        if length >= self.longest:
+            return "messages" if self.form.kind is Kind.CHAT else "prompt"
+        if length + (self.order.max_tokens or 0) > self.longest:
+            return self.order.max_tokens_field
+        return None
 
     def _left(self) -> bytes:
         """What has come, and was not said yet."""

@@ -91,8 +91,14 @@ def bad_request(message: str, param: str | None = None, *, code: str | None = No
     return ApiError(400, message, param=param, code=code)
 
 
-def api_error(error: Exception, request_id: str) -> ApiError:
-    """What a client hears of an exception; what is nobody's word to it goes to the log."""
+def api_error(error: Exception, request_id: str, param: str | None = None) -> ApiError:
+    """What a client hears of an exception; what is nobody's word to it goes to the log.
+
+    Args:
+        error: What was raised.
+        request_id: Of its request.
+        param: The field that is wrong, if it is the request that is.
+    """
     if isinstance(error, ApiError):
         return error
     if not isinstance(error, DpkitError) or error.http_status == 500:
@@ -109,7 +115,9 @@ def api_error(error: Exception, request_id: str) -> ApiError:
         retry_after = error.retry_after
     elif error.retryable:
         retry_after = _RETRY_S
-    return ApiError(error.http_status, str(error), code=_code(error), retry_after=retry_after)
+    return ApiError(
+        error.http_status, str(error), code=_code(error), param=param, retry_after=retry_after
+    )
 
 
 def cut_off(tokens: int, *, code: str = SHUTDOWN, retry_after: float = _RETRY_S) -> ApiError:

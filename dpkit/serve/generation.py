@@ -62,7 +62,12 @@ async def _generate(
     name = front.name(f"{kind}-{request.id}")
     form = Form(kind=kind, id=name, model=front.model, usage=order.usage)
     answer = (Streamed if order.stream else Whole)(
-        responder, order=order, form=form, spelling=front.spelling, headers=_headers_for(request)
+        responder,
+        order=order,
+        form=form,
+        spelling=front.spelling,
+        headers=_headers_for(request),
+        longest=front.cluster.longest,
     )
     try:
         await _submit(front, request, order, answer)
@@ -83,8 +88,8 @@ async def _generate(
 
 async def _submit(front: Front, request: Request, order: Order, answer: Answer) -> None:
     """Send a request to the engines for each choice of each prompt."""
-    cluster, tenant, pin = front.cluster, front.api_keys.check(request), front.pinned(request)
-    client = cluster.client
+    tenant, pin = front.api_keys.check(request), front.pinned(request)
+    client = front.cluster.client
     prompts = [await front.encode(prompt) for prompt in order.prompts]
     if not all(prompts):
         raise bad_request("a prompt is empty; give at least one token", "prompt")
@@ -93,7 +98,7 @@ async def _submit(front: Front, request: Request, order: Order, answer: Answer) 
         choices = answer.add(token_ids, text)
         submissions = client.submit_many(
             token_ids,
-            order.sampling_for(len(token_ids), cluster.longest),
+            order.sampling_for(len(token_ids), answer.longest),
             sinks=choices,
             request_id=answer.form.id if len(prompts) == 1 else f"{answer.form.id}-{number}",
             engine=pin,
