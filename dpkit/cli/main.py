@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Name, and what `dpkit --help` says of it. The module is `dpkit.cli.NAME`.
 _COMMANDS = {
-    "run": "Bring a cluster up and answer prompts.",
+    "run": "Bring a cluster up and serve HTTP, or answer prompts.",
     "engine": "Be one engine, for frontends that speak vLLM's wire.",
     "coordinator": "Tell frontends the load of engines that speak vLLM's wire.",
     "bench": "Put load on a server, or on a cluster, and say how it did.",

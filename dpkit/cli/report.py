@@ -33,6 +33,7 @@ class Tally:
     failed: int = 0
     aborted: int = 0
     output_tokens: int = 0
+    """Of whole answers: those that failed or were aborted count none."""
     _ttfts: int = 0
     _ttft_sum: float = 0.0
     _ttft_max: float = 0.0

@@ -144,13 +144,13 @@ class Serving(Running):
         tally = self._tally
         tally.began(generated.received_at)
         tally.ended_at = generated.ended_at
-        tally.output_tokens += generated.output_tokens
         if generated.error is not None:
             tally.failed += 1
         elif None in generated.finish_reasons:
             tally.aborted += 1
         else:
             tally.finished += 1
+            tally.output_tokens += generated.output_tokens
 
     def _announce(self, service: HttpService) -> None:
         """Say where it serves, and how to try it."""

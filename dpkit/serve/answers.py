@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import trio
 
+from dpkit.errors import ClusterClosed, Draining, RequestRejected
 from dpkit.serve.choices import Choice, StreamedChoice
-from dpkit.serve.chunks import Usage, error_event
-from dpkit.serve.errors import JSON, api_error
+from dpkit.serve.chunks import Kind, Usage, error_event
+from dpkit.serve.errors import JSON, api_error, cut_off
+from dpkit.serve.face import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dpkit.serve.chunks import Form
+    from dpkit.serve.errors import ApiError
     from dpkit.serve.face import Headers, Responder
     from dpkit.serve.logprobs import Spelling
     from dpkit.serve.requests import Order
@@ -43,6 +46,7 @@ class Answer(ABC):
         form: How it is written.
         spelling: Texts of single tokens.
         headers: Makes those of a good answer, once it has begun.
+        longest: Tokens that a prompt and its answer may have together.
     """
 
     choice_class: ClassVar[type[Choice]] = Choice
@@ -55,6 +59,7 @@ class Answer(ABC):
         form: Form,
         spelling: Spelling,
         headers: MakeHeaders,
+        longest: int,
     ) -> None:
         self.responder = responder
         self.order = order
@@ -65,6 +70,7 @@ class Answer(ABC):
         self.error: Exception | None = None
         self.began_at: float | None = None
         """When the first token came, on Trio's clock."""
+        self.longest = longest
         self._headers = headers
         self._open = 0
 
@@ -108,13 +114,33 @@ class Answer(ABC):
             return
         self.error = error
         self.done.set()
-        told = api_error(error, self.form.id)
+        told = self._told(error)
         if self.responder.status is None:
             told.answer(self.responder)
         else:
             self.responder.write(self._left() + error_event(told.fields))
-            self.responder.finish()
+            stops = isinstance(error, (ClusterClosed, Draining))
+            self.responder.finish(Ending.SHUTDOWN if stops else Ending.ERROR)
         self.close()
+
+    def _told(self, error: Exception) -> ApiError:
+        """What the client hears. The cluster's own words are for requests that come too late."""
+        tokens = self.usage.completion
+        if isinstance(error, Draining):
+            return cut_off(tokens, code="draining", retry_after=error.retry_after)
+        if isinstance(error, ClusterClosed):
+            return cut_off(tokens)
+        param = self._too_long() if isinstance(error, RequestRejected) else None
+        return api_error(error, self.form.id, param)
+
+    def _too_long(self) -> str | None:
+        """The field by which the request is too long for the model, if it is."""
+        length = max((len(each.prompt_token_ids) for each in self.choices), default=0)
+        if length >= self.longest:
+            return "messages" if self.form.kind is Kind.CHAT else "prompt"
+        if length + (self.order.max_tokens or 0) > self.longest:
+            return self.order.max_tokens_field
+        return None
 
     def _left(self) -> bytes:
         """What has come, and was not said yet."""

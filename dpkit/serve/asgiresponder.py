@@ -102,13 +102,13 @@ class AsgiResponder(Responder):
             self._body += chunk
         self._news.unpark()
 
-    def finish(self) -> None:
+    def finish(self, ending: Ending = Ending.FINISHED) -> None:
         """As `Responder` says."""
         if self._status is None or self._finished:
             raise RuntimeError("the answer was not started, or is finished")
         self._finished = True
         if self._ending is None:
-            self._ending = Ending.FINISHED
+            self._ending = ending
         self._news.unpark()
 
     def when_drained(self, callback: Callable[[], None]) -> None:

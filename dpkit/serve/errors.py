@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dpkit.errors import DpkitError, TryLater
+from dpkit.errors import ClusterClosed, DpkitError, TryLater
 from dpkit.logs import about
 
 if TYPE_CHECKING:
     from dpkit.serve.face import Headers, Responder
 
 JSON = (b"content-type", b"application/json")
+SHUTDOWN = "shutdown"
+"""Code of what a server says that is stopping."""
 
 _log = logging.getLogger(__name__)
 
@@ -89,8 +91,14 @@ def bad_request(message: str, param: str | None = None, *, code: str | None = No
     return ApiError(400, message, param=param, code=code)
 
 
-def api_error(error: Exception, request_id: str) -> ApiError:
-    """What a client hears of an exception; what is nobody's word to it goes to the log."""
+def api_error(error: Exception, request_id: str, param: str | None = None) -> ApiError:
+    """What a client hears of an exception; what is nobody's word to it goes to the log.
+
+    Args:
+        error: What was raised.
+        request_id: Of its request.
+        param: The field that is wrong, if it is the request that is.
+    """
     if isinstance(error, ApiError):
         return error
     if not isinstance(error, DpkitError) or error.http_status == 500:
@@ -99,12 +107,35 @@ def api_error(error: Exception, request_id: str) -> ApiError:
         return ApiError(
             500, f"request {request_id} failed within the server; its log says why", code="internal"
         )
+    if isinstance(error, ClusterClosed):  # whose words are for who embeds a cluster
+        message = "the server is stopping; ask again elsewhere or later"
+        return ApiError(503, message, code=SHUTDOWN, retry_after=_RETRY_S)
     retry_after = None
     if isinstance(error, TryLater):
         retry_after = error.retry_after
     elif error.retryable:
         retry_after = _RETRY_S
-    return ApiError(error.http_status, str(error), code=_code(error), retry_after=retry_after)
+    return ApiError(
+        error.http_status, str(error), code=_code(error), param=param, retry_after=retry_after
+    )
+
+
+def cut_off(tokens: int, *, code: str = SHUTDOWN, retry_after: float = _RETRY_S) -> ApiError:
+    """What a client hears whose answer was under way when the server had to stop.
+
+    Args:
+        tokens: How many were generated.
+        code: As `ApiError` has it.
+        retry_after: Seconds, likewise.
+    """
+    made = f"{tokens} token{'s' * (tokens != 1)}"
+    return ApiError(
+        503,
+        f"the server is stopping: the answer was cut off after {made}; "
+        "ask again elsewhere or later",
+        code=code,
+        retry_after=retry_after,
+    )
 
 
 def _code(error: DpkitError) -> str:

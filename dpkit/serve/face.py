@@ -32,6 +32,8 @@ class Ending(StrEnum):
     """The client stopped reading, and `send_timeout` passed or `max_unsent` was exceeded."""
     SHUTDOWN = "shutdown"
     """The server is stopping and its deadline has passed."""
+    ERROR = "error"
+    """It had begun, and ended with an event that says what went wrong."""
     FAILED = "failed"
     """The handler raised, or returned without having finished its answer."""
 
@@ -123,8 +125,12 @@ class Responder(ABC):
         """Send a piece of the body, at once if the socket has room."""
 
     @abstractmethod
-    def finish(self) -> None:
-        """End an answer that was started. The client may send its next request now."""
+    def finish(self, ending: Ending = Ending.FINISHED) -> None:
+        """End an answer that was started. The client may send its next request now.
+
+        Args:
+            ending: What logs and metrics call it, unless it was cancelled before.
+        """
 
     @abstractmethod
     def when_drained(self, callback: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ import trio
 from dpkit.logs import ENGINE
 from dpkit.serve.answers import Streamed, Whole
 from dpkit.serve.chunks import Form, Kind
-from dpkit.serve.errors import ApiError, bad_request
+from dpkit.serve.errors import bad_request, cut_off
 from dpkit.serve.face import Ending
 from dpkit.serve.front import Generated
 from dpkit.serve.requests import read_chat, read_completion
@@ -62,14 +62,19 @@ async def _generate(
     name = front.name(f"{kind}-{request.id}")
     form = Form(kind=kind, id=name, model=front.model, usage=order.usage)
     answer = (Streamed if order.stream else Whole)(
-        responder, order=order, form=form, spelling=front.spelling, headers=_headers_for(request)
+        responder,
+        order=order,
+        form=form,
+        spelling=front.spelling,
+        headers=_headers_for(request),
+        longest=front.cluster.longest,
     )
     try:
         await _submit(front, request, order, answer)
         await answer.done.wait()
     except trio.Cancelled:
         if responder.ending is Ending.SHUTDOWN:
-            answer.fail(ApiError(503, "the server is stopping", code="shutdown", retry_after=1))
+            answer.fail(cut_off(answer.usage.completion))
         raise
     except Exception as error:
         answer.error = error
@@ -83,8 +88,8 @@ async def _generate(
 
 async def _submit(front: Front, request: Request, order: Order, answer: Answer) -> None:
     """Send a request to the engines for each choice of each prompt."""
-    cluster, tenant, pin = front.cluster, front.api_keys.check(request), front.pinned(request)
-    client = cluster.client
+    tenant, pin = front.api_keys.check(request), front.pinned(request)
+    client = front.cluster.client
     prompts = [await front.encode(prompt) for prompt in order.prompts]
     if not all(prompts):
         raise bad_request("a prompt is empty; give at least one token", "prompt")
@@ -93,7 +98,7 @@ async def _submit(front: Front, request: Request, order: Order, answer: Answer) 
         choices = answer.add(token_ids, text)
         submissions = client.submit_many(
             token_ids,
-            order.sampling_for(len(token_ids), cluster.longest),
+            order.sampling_for(len(token_ids), answer.longest),
             sinks=choices,
             request_id=answer.form.id if len(prompts) == 1 else f"{answer.form.id}-{number}",
             engine=pin,

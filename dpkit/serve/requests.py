@@ -124,6 +124,8 @@ class Order:
     """But for `max_tokens`, if `max_tokens` is None here."""
     max_tokens: int | None
     """None: as many as there is room for."""
+    max_tokens_field: str = "max_tokens"
+    """By which it was said."""
     n: int = 1
     echo: bool = False
     without_output: bool = False
@@ -195,11 +197,12 @@ def read_chat(body: bytes, check_model: CheckModel = _any_model) -> Order:
         raise bad_request("messages is empty; give one at least", "messages")
     if asked.top_logprobs and not asked.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    max_tokens = asked.max_completion_tokens
+    field = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     return _order(
         asked,
         prompts=(plain_messages(asked.messages),),
-        max_tokens=asked.max_tokens if max_tokens is None else max_tokens,
+        max_tokens=getattr(asked, field),
+        max_tokens_field=field,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )
 

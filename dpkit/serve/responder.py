@@ -186,7 +186,7 @@ class HttpResponder(Responder):
         self.body_sent += size
         return b"%x\r\n%b\r\n" % (size, chunk) if self._chunked else chunk
 
-    def finish(self) -> None:
+    def finish(self, ending: Ending = Ending.FINISHED) -> None:
         """As `Responder` says."""
         if self._status is None or self.is_finished:
             raise self._misused()
@@ -195,16 +195,16 @@ class HttpResponder(Responder):
                 raise ValueError(f"the body is shorter than its Content-Length, {self._promised}")
             if self._chunked:
                 self.line.outgoing.send(_LAST_CHUNK)
-        self._complete()
+        self._complete(ending)
 
     def _misused(self) -> RuntimeError:
         if self._status is None:
             return RuntimeError("the answer was not started: call start, or respond")
         return RuntimeError("the answer is finished: nothing can be added")
 
-    def _complete(self) -> None:
+    def _complete(self, ending: Ending = Ending.FINISHED) -> None:
         self.is_finished = True
-        self.end(Ending.FINISHED)
+        self.end(ending)
         self.line.finished()
 
     def when_drained(self, callback: Callable[[], None]) -> None:

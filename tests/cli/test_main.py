@@ -74,6 +74,7 @@ def test_help_lists_every_command_with_its_own_words(capsys: pytest.CaptureFixtu
         assert command.name == name
         assert command.help
         assert f"\n  {name} " in out
+    assert "Bring a cluster up and serve HTTP, or answer prompts.\n" in out
 
 
 def test_python_dash_m_is_the_same_command() -> None:

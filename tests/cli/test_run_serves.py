@@ -192,7 +192,17 @@ def test_F03_what_is_not_finished_in_time_is_told_so_and_143(tmp_path) -> None: 
             response.close()
         out, err = served.process.communicate()
         assert (served.process.returncode, err) == (143, "")
-        assert "all: 20 requests, 20 failed, " in out
+        assert "all: 20 requests, 20 failed, 0 tokens in whole answers" in out
+
+
+def test_tokens_of_an_answer_that_its_client_left_are_not_in_whole_answers(tmp_path) -> None:
+    with serving(tmp_path, PACED) as served:
+        with served.post("/v1/completions", **ENDLESS) as response:
+            response.readline()
+        served.complete(prompt="abc")
+        code, out, _ = served.end(TERM)
+        assert code == 0
+        assert "all: 2 requests, 1 aborted, 4 tokens in whole answers" in out
 
 
 def test_the_second_signal_ends_streams_at_once_with_an_event(tmp_path) -> None:
@@ -202,7 +212,9 @@ def test_the_second_signal_ends_streams_at_once_with_an_event(tmp_path) -> None:
             served.process.send_signal(TERM)
             _wait_refused(served)
             served.process.send_signal(TERM)
-            assert "error" in _last_event(response.read())
+            error = _last_event(response.read())["error"]
+            assert (error["type"], error["code"]) == ("server_error", "shutdown")
+            assert "the server is stopping: the answer was cut off after " in error["message"]
         _, err = served.process.communicate()
         assert (served.process.returncode, err) == (143, "")
 

@@ -269,11 +269,14 @@ async def test_cancelled_with_its_server_it_leaves_nothing(autojump_clock: MockC
 
 async def test_an_engine_lost_in_midstream_is_an_event(autojump_clock: MockClock) -> None:
     async with open_app(SLOW) as (_, app):
+        told: list[Any] = []
+        app.front.http_observers.append(told.append)
         visit = Visit(app, COMPLETIONS, _asked(**ENDLESS, stream=True, timeout=0.35))
         await visit.run()
         *said, last = events(visit.answer)
         assert text_of(said) == "abc"
         assert last["error"]["code"] == "deadline_exceeded"
+        assert [each.ending for each in told] == [Ending.ERROR]
         await settle()
 
 

@@ -150,8 +150,22 @@ async def test_a_whole_answer_that_a_stop_cuts_short_says_so(autojump_clock: Moc
         desk.server.stop(trio.current_time() + 1)
         reply = await client.reply()
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-        assert error_of(reply)["message"] == "the server is stopping"
+        assert error_of(reply)["message"] == (
+            "the server is stopping: the answer was cut off after 13 tokens; "
+            "ask again elsewhere or later"
+        )
         await trio.sleep(1)
+
+
+async def test_a_cluster_that_is_closed_is_a_server_that_stops() -> None:
+    async with open_desk(ECHO) as desk:
+        front = desk.front
+    async with open_server(Router(front, API)) as server:
+        reply = await Client.of(server).request("POST", COMPLETIONS, b'{"prompt": "a"}')
+        error = error_of(reply)
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+        assert error["code"] == "shutdown"
+        assert error["message"] == "the server is stopping; ask again elsewhere or later"
 
 
 async def test_an_engine_that_gives_a_request_up_without_a_word_is_503(

@@ -15,6 +15,7 @@ import trio.testing
 from dpkit.engine.models.echo import EchoModel
 from dpkit.errors import EngineLost
 from dpkit.names import Cause
+from dpkit.serve.face import Ending
 from dpkit.serve.front import Front
 from dpkit.serve.routes import API, Router
 from dpkit.testing.faults import CRASH, HANG
@@ -50,7 +51,7 @@ LONG = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1000}
             "Expected `float | null`, got `str`",
         ),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "from 1 to"),
-        ({"prompt": "a", "max_tokens": 10**6}, None, "more than the KV cache's"),
+        ({"prompt": "a", "max_tokens": 10**6}, "max_tokens", "more than the KV cache's"),
         ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens", "from 0 to max_tokens"),
         ({"prompt": "a", "n": 0}, "n", "from 1 to 128"),
         ({"prompt": ["a"] * 100, "n": 100}, "n", "100 prompts and n = 100 are more than 1024"),
@@ -101,6 +102,28 @@ async def test_what_is_wrong_with_a_chat_is_said_by_name(
     async with open_desk() as desk:
         status, error = await desk.refused(CHAT, **fields)
         assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 70_000}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "a" * 65_530]}, "max_tokens"),
+        (CHAT, {"content": "a" * 70_000}, "messages"),
+        (CHAT, {"content": "a", "max_tokens": 100_000}, "max_tokens"),
+        (CHAT, {"content": "a", "max_completion_tokens": 100_000}, "max_completion_tokens"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_too_long_is_said_by_name(
+    path: str, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    if path == CHAT:
+        message = {"role": "user", "content": fields["content"]}
+        fields = {"messages": [message]} | {k: v for k, v in fields.items() if k != "content"}
+    async with open_desk() as desk:
+        status, error = await desk.refused(path, **fields, stream=stream)
+        assert (status, error["code"], error["param"]) == (400, "request_rejected", param)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +332,10 @@ async def test_a_deadline_of_ones_own_is_504(autojump_clock: Any) -> None:
         assert text_of(said) == "abca"
         assert last["error"]["code"] == "deadline_exceeded"
         await settle()
+        assert [(each.status, each.ending) for each in desk.answered] == [
+            (504, Ending.FINISHED),
+            (200, Ending.ERROR),
+        ]
 
 
 class Unreadable(ByteTokenizer):

@@ -13,6 +13,7 @@ import trio
 
 from dpkit.errors import ConfigError, ModelNotFound
 from dpkit.nursery.reload import Plan
+from dpkit.serve.face import Ending
 from dpkit.testing.http import render
 from tests.nursery.lab import settle
 from tests.serve.desk import COMPLETIONS, ECHO, SLOW, Desk, error_of, events, open_desk, text_of
@@ -194,7 +195,12 @@ class TestAdmin:
             *said, last = events((await client.reply()).body)
             assert text_of(said) == "abcab"
             assert last["error"]["code"] == "draining"
+            assert last["error"]["message"] == (
+                "the server is stopping: the answer was cut off after 5 tokens; "
+                "ask again elsewhere or later"
+            )
             await settle()
+            assert [each.ending for each in desk.answered] == [Ending.FINISHED, Ending.SHUTDOWN]
 
     async def test_a_reload_says_what_has_changed(self) -> None:
         async def reload() -> Plan:
