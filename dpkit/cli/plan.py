@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from attrs import evolve
 
-from dpkit.cli.simulate import make_scenario, progress_bars, write
+from dpkit.cli.simulate import make_scenario, progress_bars, refuse_nowhere, write
 from dpkit.config.checks import BadValue
 from dpkit.config.units import parse_duration
 
@@ -57,6 +57,7 @@ def command(  # noqa: PLR0917 - click passes by keyword
     """
     from dpkit.simulate.plan import Promise, least_engines  # noqa: PLC0415 - Trio, for --help
 
+    refuse_nowhere("--json", json_to)
     promise = Promise(
         ttft_p99_s=_time("--ttft", ttft),
         tpot_p99_s=_time("--tpot", tpot),

@@ -128,6 +128,27 @@ def test_a_trace_that_is_not_there_is_told_with_what_there_is(
     assert "--trace nowhere.csv: no such file; the synthetic workloads are i48808, " in err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["simulate", "--json"],
+        ["simulate", "--report"],
+        ["plan", "--ttft", "1s", "--rate", "9", "--json"],
+    ],
+)
+def test_a_place_for_results_that_is_not_there_is_told_before_anything_runs(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *others, option = command
+    for path, words in [
+        (tmp_path / "none" / "x", "there is no such directory"),
+        (tmp_path, "it is a directory; name a file in it"),
+    ]:
+        # A trace of which nothing was read: it would be the next to be told.
+        assert main([*others, "--trace", "nowhere.csv", option, str(path)]) == 2
+        assert f"error: {option} {path}: {words}\n" in capsys.readouterr().err
+
+
 def test_a_plan_is_the_least_that_keeps_the_promise(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
