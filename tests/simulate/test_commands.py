@@ -164,12 +164,28 @@ def test_a_plan_is_the_least_that_keeps_the_promise(
 
 
 def test_a_plan_that_cannot_be_kept_says_what_is_broken(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, trace = files
+    out = tmp_path / "plan.json"
+    options = ["--tpot", "1ms", "--most", "2", "--json", str(out)]
+    assert main(["plan", config, "--trace", trace, *options]) == 1
+    words = "kv_pressure: 2 engines are not enough, for tpot_p99_s; allow more with --most"
+    assert words in capsys.readouterr().out
+    [need] = json.loads(out.read_text())["needs"]
+    assert need["engines"] is None
+    assert need["tried"] == [1, 2]
+
+
+def test_a_plan_is_good_if_one_of_its_policies_keeps_the_promise(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, trace = files
-    assert main(["plan", config, "--trace", trace, "--tpot", "1ms", "--most", "2"]) == 0
-    words = "kv_pressure: 2 engines are not enough, for tpot_p99_s; allow more with --most"
-    assert words in capsys.readouterr().out
+    options = ["--most", "2", "--policy", "random", "--policy", "least_tokens"]  # 10 ms and 8 ms
+    assert main(["plan", config, "--trace", trace, "--tpot", "9ms", *options]) == 0
+    said = capsys.readouterr().out
+    assert "random: 2 engines are not enough" in said
+    assert "least_tokens: 2 engines\n" in said
 
 
 @pytest.mark.parametrize(
