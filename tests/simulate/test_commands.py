@@ -234,6 +234,19 @@ def test_a_fit_is_printed_as_toml(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "steps.csv: nothing was measured" in capsys.readouterr().err
 
 
+def test_a_fit_warns_of_constants_that_its_table_cannot_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = tmp_path / "steps.csv"
+    rows = [f"{n},{context},0,0,{3 + n * 0.02}" for n in (64, 512, 2048) for context in (0, 9000)]
+    header = "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms"
+    steps.write_text("\n".join([header, *rows]))
+    assert main(["fit", str(steps)]) == 0
+    out, err = capsys.readouterr()
+    assert "\nc_us = 0.0\n" in out
+    assert err.startswith(f"warning: {steps}: nothing in it tells a_ms, c_us, d_ns, so what is ")
+
+
 def test_the_log_of_a_run_is_fitted_without_what_is_said_of_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
