@@ -103,7 +103,14 @@ def test_a_workload_brings_its_own_engines(capsys: pytest.CaptureFixture[str]) -
             "--trace nowhere.csv: give the FILE of the cluster that",
         ),
         (["--trace", "micro-long", "--policy", "best"], "there is no policy 'best'"),
+        (
+            ["--trace", "micro-long", "--policy", "best:Of"],
+            "policy 'best:Of': module 'best' cannot",
+        ),
+        (["--trace", "micro-long", "--policy", "random@x"], "--policy random@x: bind it random@e"),
         (["--trace", "micro-long", "--fault", "x"], "--fault 'x': no such fault"),
+        (["--trace", "micro-long", "--set", "x=1"], "--set x=1: x: unknown key"),
+        (["--trace", "i48808", "--load", "1"], "--load 1: i48808 is a closed loop of 32 users"),
         (
             [
                 *["--trace", "micro-long", "--set", "coordinator.wave_coordination=true"],
@@ -117,7 +124,7 @@ def test_what_cannot_be_simulated_is_told(
     args: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", *args]) == 2
-    assert words in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"error: {words}")
 
 
 def test_a_trace_that_is_not_there_is_told_with_what_there_is(
