@@ -103,14 +103,7 @@ def test_a_workload_brings_its_own_engines(capsys: pytest.CaptureFixture[str]) -
             "--trace nowhere.csv: give the FILE of the cluster that",
         ),
         (["--trace", "micro-long", "--policy", "best"], "there is no policy 'best'"),
-        (
-            ["--trace", "micro-long", "--policy", "best:Of"],
-            "policy 'best:Of': module 'best' cannot",
-        ),
-        (["--trace", "micro-long", "--policy", "random@x"], "--policy random@x: bind it random@e"),
         (["--trace", "micro-long", "--fault", "x"], "--fault 'x': no such fault"),
-        (["--trace", "micro-long", "--set", "x=1"], "--set x=1: x: unknown key"),
-        (["--trace", "i48808", "--load", "1"], "--load 1: i48808 is a closed loop of 32 users"),
         (
             [
                 *["--trace", "micro-long", "--set", "coordinator.wave_coordination=true"],
@@ -118,6 +111,13 @@ def test_a_workload_brings_its_own_engines(capsys: pytest.CaptureFixture[str]) -
             ],
             "--fault kill: engines that step together (wave_coordination) cannot be killed here",
         ),
+        (
+            ["--trace", "micro-long", "--policy", "best:Of"],
+            "policy 'best:Of': module 'best' cannot",
+        ),
+        (["--trace", "micro-long", "--policy", "random@x"], "--policy random@x: bind it random@e"),
+        (["--trace", "micro-long", "--set", "x=1"], "--set x=1: x: unknown key"),
+        (["--trace", "i48808", "--load", "1"], "--load 1: i48808 is a closed loop of 32 users"),
     ],
 )
 def test_what_cannot_be_simulated_is_told(
