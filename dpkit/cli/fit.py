@@ -22,6 +22,7 @@ def command(
     step_ms) or the log of a real run (arrival_s, prompt_tokens, output_tokens, scheduled_s,
     first_token_s, last_token_s), as CSV, gzipped or not. Written to a file, the result serves as
     `model = "cost:FILE.toml"`. Kernels leave out what the serving loop adds: --host-ms says it.
+    A warning names the constants that nothing in FILE tells.
     """
     from pathlib import Path  # noqa: PLC0415 - `--help` needs none of these
 
@@ -43,6 +44,13 @@ def command(
             fit = fit_steps(steps, experts=_experts(experts), host_ms=host_ms)
     except ValueError as error:
         raise ConfigError([f"{file}: {error}"]) from error
+    if fit.untold:
+        click.echo(
+            f"warning: {file}: nothing in it tells {', '.join(fit.untold)}, so what is printed for "
+            "them is no measurement: add lines in which what they cost varies by itself (prefills, "
+            "decodes, contexts of several lengths)",
+            err=True,
+        )
     click.echo(preset_text(fit, source=Path(file).name, kv_tokens=kv_tokens), nl=False)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ _COMMANDS = {
     "schema": "Print the JSON Schema of a config file.",
     "fetch": "Put a model into the cache.",
 }
+
+_PLACE = re.compile(r"(?!--).+?:\d+(:\d+)?: ")
 
 FAILED, USAGE, NOT_STARTED, INTERRUPTED = 1, 2, 3, 130
 
@@ -154,9 +157,8 @@ def _message(error: click.ClickException | DpkitError) -> str:
 
 
 def _problem(problem: str) -> str:
-    """A problem of a config begins with its place; of a file that is not there, nothing does."""
-    unread = (": no such file; name one", ": cannot be read: ")
-    return f"error: {problem}" if any(words in problem for words in unread) else problem
+    """A problem at a line of a file begins with its place, as editors know it; all else is said."""
+    return problem if _PLACE.match(problem) else f"error: {problem}"
 
 
 def _exit_code(error: click.ClickException | DpkitError) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from attrs import evolve
 
-from dpkit.cli.simulate import make_scenario, progress_bars, write
+from dpkit.cli.simulate import make_scenario, progress_bars, refuse_nowhere, write
 from dpkit.config.checks import BadValue
 from dpkit.config.units import parse_duration
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dpkit.simulate.plan import Need, Promise
+
+_FAILED = 1
 
 
 @click.command("plan")
@@ -48,15 +50,17 @@ def command(  # noqa: PLR0917 - click passes by keyword
     seed: int,
     overrides: tuple[str, ...],
     json_to: str | None,
-) -> None:
+) -> int:
     """Find the least number of engines with which FILE's cluster keeps a promise on a trace.
 
     What is promised is one or more of --ttft, --tpot, --e2e (of 99 % of the requests) and
     --goodput. The trace comes at its own pace, or at --rate. FILE and T are as for `dpkit
-    simulate`; its one group of engines is made larger until it suffices, up to --most.
+    simulate`; its one group of engines is made larger until it suffices, up to --most. Exits with
+    1 if it suffices under none of the policies.
     """
     from dpkit.simulate.plan import Promise, least_engines  # noqa: PLC0415 - Trio, for --help
 
+    refuse_nowhere("--json", json_to)
     promise = Promise(
         ttft_p99_s=_time("--ttft", ttft),
         tpot_p99_s=_time("--tpot", tpot),
@@ -88,6 +92,7 @@ def command(  # noqa: PLR0917 - click passes by keyword
     if json_to is not None:
         write(json_to, _json(needs))
     click.echo(_text(needs, promise), nl=False)
+    return _FAILED if all(need.engines is None for need in needs) else 0
 
 
 def _time(option: str, text: str | None) -> float | None:

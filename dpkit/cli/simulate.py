@@ -69,6 +69,8 @@ def command(  # noqa: PLR0917 - click passes by keyword
     from dpkit.simulate.study import compare, find_load  # noqa: PLC0415 - Trio, for --help
     from dpkit.simulate.table import to_json, to_table  # noqa: PLC0415 - likewise
 
+    refuse_nowhere("--json", json_to)
+    refuse_nowhere("--report", report)
     scenario = make_scenario(
         file,
         trace,
@@ -167,6 +169,20 @@ def _trace(name: str, rows: int | None, seed: int) -> Trace:
             [f"--trace {name}: no such file; the synthetic workloads are {', '.join(WORKLOADS)}"]
         )
     return read_trace(name, rows=rows, seed=seed)
+
+
+def refuse_nowhere(option: str, path: str | None) -> None:
+    """Tell before a simulation rather than after it that its results could not be written.
+
+    Raises:
+        click.UsageError: the directory of `path` is not there, or `path` is one itself.
+    """
+    if path is None:
+        return
+    if not Path(path).absolute().parent.is_dir():
+        raise click.UsageError(f"{option} {path}: there is no such directory")
+    if Path(path).is_dir():
+        raise click.UsageError(f"{option} {path}: it is a directory; name a file in it")
 
 
 def write(path: str, text: str) -> None:

@@ -20,7 +20,7 @@ from dpkit.messages import SamplingParams
 from dpkit.names import PolicyName
 from dpkit.nursery.cluster import open_cluster
 from dpkit.simulate.prompts import prompt_of
-from dpkit.simulate.run import seldom_collected
+from dpkit.simulate.run import bare_interrupt, seldom_collected
 from dpkit.simulate.traces import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def capacity_rps(
     config = evolve(scenario.config, balancer=balancer)
     asks = scenario.trace.asks
     clock = trio.testing.MockClock(autojump_threshold=0)
-    with seeded_scheduler(scenario.seed), seldom_collected():
+    with seeded_scheduler(scenario.seed), seldom_collected(), bare_interrupt():
         seconds = trio.run(_main, config, asks, on_progress, clock=clock)
     return len(asks) / seconds
 
@@ -59,8 +59,11 @@ async def _main(config: Config, asks: tuple[Ask, ...], on_progress: Callable[[in
     async with open_cluster(config) as cluster:
         ideal = IdealDispatcher(cluster, asks, on_progress)
         began = trio.current_time()
-        ideal.hand_out()
-        await ideal.done.wait()
+        try:
+            ideal.hand_out()
+            await ideal.done.wait()
+        finally:
+            ideal.end()
         return trio.current_time() - began
 
 
@@ -129,6 +132,10 @@ class IdealDispatcher:
             if engine is not None:
                 closed.add(engine.name)
         self._queue.extendleft(reversed(passed))
+
+    def end(self) -> None:
+        """Hand out nothing any more: what ends from here on is aborted, and leaves no room."""
+        self._queue.clear()
 
     def _choose(self, ask: Ask) -> tuple[_Engine | None, int]:
         """The engine that suits a request, and the tokens it would compute; None: wait."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 
 from dpkit.costmodel import StepCost
+from dpkit.simulate.told import untold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -66,6 +67,8 @@ class Fit:
     mean_error: float
     """Mean of the relative errors."""
     p95_error: float
+    untold: tuple[str, ...] = ()
+    """Constants that nothing in the measurements tells, as of decodes where there are none."""
 
 
 def predicted(cost: StepCost, step: Step) -> float:
@@ -105,16 +108,34 @@ def fit_steps(
         cost = refined
         if _mean_error(cost, steps) < _mean_error(best, steps):
             best = cost
-    return _fit(evolve(best, host_ms=host_ms), _errors(best, steps))
+    return _fit(evolve(best, host_ms=host_ms), _errors(best, steps), untold=_untold(steps, experts))
 
 
-def _fit(cost: StepCost, of: Iterable[float]) -> Fit:
+def _untold(steps: Sequence[Step], experts: tuple[int, int]) -> tuple[str, ...]:
+    """Constants that a table cannot tell, by the plain sum of the model's terms."""
+    columns: dict[str, Sequence[float]] = {
+        "a_ms": [1.0] * len(steps),
+        "b_us": [step.prefill_tokens for step in steps],
+        "c_us": [step.decodes for step in steps],
+        "d_ns": [step.kv_tokens for step in steps],
+        "q_ns": [step.attended for step in steps],
+    }
+    if experts[1] > 1:
+        columns["e_ms"] = [_touched(experts, s.decodes + s.prefill_tokens) for s in steps]
+    found = set(untold(columns))
+    if all(step.prefill_tokens for step in steps):  # the weights are told by decodes alone
+        found |= {"a_ms", "e_ms"}
+    return tuple(name for name in columns if name in found)
+
+
+def _fit(cost: StepCost, of: Iterable[float], *, untold: tuple[str, ...]) -> Fit:
     errors = sorted(of)
     return Fit(
         cost=cost,
         points=len(errors),
         mean_error=sum(errors) / len(errors),
         p95_error=errors[int(0.95 * (len(errors) - 1))],
+        untold=untold,
     )
 
 
@@ -211,7 +232,9 @@ def fit_run(served: Sequence[Served], *, engines: int = 1) -> Fit:
     errors = (abs(sum(map(mul, constants, terms)) / seconds - 1) for terms, seconds in rows)
     # The plain sum, in a form that takes the larger of two: there both begin with a.
     cost = _cost((a, 0.0, a, b, max(0.0, c - b), d, 0.0, q), (1, 1))
-    return _fit(cost, errors)
+    columns = zip(*(terms for terms, _ in rows), strict=True)
+    names = ("a_ms", "b_us", "c_us", "d_ns", "q_ns")
+    return _fit(cost, errors, untold=untold(dict(zip(names, columns, strict=True))))
 
 
 def _beside(own: Served, served: Sequence[Served], engines: int) -> tuple[float, ...]:

@@ -72,7 +72,8 @@ def run(scenario: Scenario, *, on_progress: Callable[[int], None] = lambda _: No
         on_progress: Told now and then how many requests have ended.
 
     Error handling:
-        What `open_cluster` raises. Not for use inside a Trio run: it starts its own.
+        What `open_cluster` raises; Ctrl-C as a bare `KeyboardInterrupt`. Not for use inside a Trio
+        run: it starts its own.
     """
     clock = trio.testing.MockClock(autojump_threshold=0)
     with (
@@ -80,6 +81,7 @@ def run(scenario: Scenario, *, on_progress: Callable[[int], None] = lambda _: No
         seeded_scheduler(scenario.seed),
         seldom_collected(),
         _hushed() if models or config.coordinator.wave_coordination else nullcontext(),
+        bare_interrupt(),
     ):
         scenario = evolve(scenario, config=config)
         return trio.run(_main, scenario, models, clock.current_time, on_progress, clock=clock)
@@ -94,6 +96,17 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@contextmanager
+def bare_interrupt() -> Iterator[None]:
+    """Let Ctrl-C come out of a Trio run as what it is, not in the groups of nurseries it passed."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        if group.subgroup(KeyboardInterrupt) is None:
+            raise
+        raise KeyboardInterrupt from group
 
 
 @contextmanager

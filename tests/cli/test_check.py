@@ -51,7 +51,8 @@ def test_overrides_are_checked_with_the_file(capsys: pytest.CaptureFixture[str])
     assert "ok: 4 engines of smollm2-135m, policy round_robin" in capsys.readouterr().out
     assert main(["check", str(EXAMPLE), "--set", "engines.smol.count=no"]) == 2
     assert capsys.readouterr().err == (
-        "--set engines.smol.count=no: engines.0.count: expected an integer, got 'no' (a string)\n"
+        "error: --set engines.smol.count=no: "
+        "engines.0.count: expected an integer, got 'no' (a string)\n"
     )
 
 

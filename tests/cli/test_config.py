@@ -54,7 +54,7 @@ def test_a_wrong_config_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["config", "show", str(EXAMPLE), "--set", "log.level=loud"]) == 2
     out, err = capsys.readouterr()
     assert not out
-    assert err.startswith("--set log.level=loud: log.level: expected one of")
+    assert err.startswith("error: --set log.level=loud: log.level: expected one of")
 
 
 def test_schema_prints_what_is_shipped(capsys: pytest.CaptureFixture[str]) -> None:

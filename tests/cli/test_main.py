@@ -118,6 +118,9 @@ def test_usage_error_says_what_to_try(
     ("error", "code", "message"),
     [
         (errors.ConfigError(["f:1:2: a: bad", "f:3:4: b: bad"]), 2, "f:1:2: a: bad\nf:3:4: b: bad"),
+        (errors.ConfigError(["my f.csv:3: no number"]), 2, "my f.csv:3: no number"),
+        (errors.ConfigError(["there is no policy 'x'"]), 2, "error: there is no policy 'x'"),
+        (errors.ConfigError(["--set a=b:1:2: c: bad"]), 2, "error: --set a=b:1:2: c: bad"),
         (errors.ModelNotFound("no model x; try dpkit fetch x"), 3, "error: no model x; try dpkit"),
         (errors.ModelUnsupported("no rope scaling"), 3, "error: no rope scaling"),
         (errors.EngineLost("gone", engine=EngineId("a-0")), 1, "error: gone"),

@@ -111,13 +111,20 @@ def test_a_workload_brings_its_own_engines(capsys: pytest.CaptureFixture[str]) -
             ],
             "--fault kill: engines that step together (wave_coordination) cannot be killed here",
         ),
+        (
+            ["--trace", "micro-long", "--policy", "best:Of"],
+            "policy 'best:Of': module 'best' cannot",
+        ),
+        (["--trace", "micro-long", "--policy", "random@x"], "--policy random@x: bind it random@e"),
+        (["--trace", "micro-long", "--set", "x=1"], "--set x=1: x: unknown key"),
+        (["--trace", "i48808", "--load", "1"], "--load 1: i48808 is a closed loop of 32 users"),
     ],
 )
 def test_what_cannot_be_simulated_is_told(
     args: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", *args]) == 2
-    assert words in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"error: {words}")
 
 
 def test_a_trace_that_is_not_there_is_told_with_what_there_is(
@@ -126,6 +133,27 @@ def test_a_trace_that_is_not_there_is_told_with_what_there_is(
     assert main(["simulate", files[0], "--trace", "nowhere.csv"]) == 2
     err = capsys.readouterr().err
     assert "--trace nowhere.csv: no such file; the synthetic workloads are i48808, " in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["simulate", "--json"],
+        ["simulate", "--report"],
+        ["plan", "--ttft", "1s", "--rate", "9", "--json"],
+    ],
+)
+def test_a_place_for_results_that_is_not_there_is_told_before_anything_runs(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *others, option = command
+    for path, words in [
+        (tmp_path / "none" / "x", "there is no such directory"),
+        (tmp_path, "it is a directory; name a file in it"),
+    ]:
+        # A trace of which nothing was read: it would be the next to be told.
+        assert main([*others, "--trace", "nowhere.csv", option, str(path)]) == 2
+        assert f"error: {option} {path}: {words}\n" in capsys.readouterr().err
 
 
 def test_a_plan_is_the_least_that_keeps_the_promise(
@@ -143,12 +171,28 @@ def test_a_plan_is_the_least_that_keeps_the_promise(
 
 
 def test_a_plan_that_cannot_be_kept_says_what_is_broken(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, trace = files
+    out = tmp_path / "plan.json"
+    options = ["--tpot", "1ms", "--most", "2", "--json", str(out)]
+    assert main(["plan", config, "--trace", trace, *options]) == 1
+    words = "kv_pressure: 2 engines are not enough, for tpot_p99_s; allow more with --most"
+    assert words in capsys.readouterr().out
+    [need] = json.loads(out.read_text())["needs"]
+    assert need["engines"] is None
+    assert need["tried"] == [1, 2]
+
+
+def test_a_plan_is_good_if_one_of_its_policies_keeps_the_promise(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, trace = files
-    assert main(["plan", config, "--trace", trace, "--tpot", "1ms", "--most", "2"]) == 0
-    words = "kv_pressure: 2 engines are not enough, for tpot_p99_s; allow more with --most"
-    assert words in capsys.readouterr().out
+    options = ["--most", "2", "--policy", "random", "--policy", "least_tokens"]  # 10 ms and 8 ms
+    assert main(["plan", config, "--trace", trace, "--tpot", "9ms", *options]) == 0
+    said = capsys.readouterr().out
+    assert "random: 2 engines are not enough" in said
+    assert "least_tokens: 2 engines\n" in said
 
 
 @pytest.mark.parametrize(
@@ -195,6 +239,19 @@ def test_a_fit_is_printed_as_toml(tmp_path: Path, capsys: pytest.CaptureFixture[
     steps.write_text(f"{header}\n")
     assert main(["fit", str(steps)]) == 2
     assert "steps.csv: nothing was measured" in capsys.readouterr().err
+
+
+def test_a_fit_warns_of_constants_that_its_table_cannot_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = tmp_path / "steps.csv"
+    rows = [f"{n},{context},0,0,{3 + n * 0.02}" for n in (64, 512, 2048) for context in (0, 9000)]
+    header = "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms"
+    steps.write_text("\n".join([header, *rows]))
+    assert main(["fit", str(steps)]) == 0
+    out, err = capsys.readouterr()
+    assert "\nc_us = 0.0\n" in out
+    assert err.startswith(f"warning: {steps}: nothing in it tells a_ms, c_us, d_ns, so what is ")
 
 
 def test_the_log_of_a_run_is_fitted_without_what_is_said_of_tables(

@@ -15,6 +15,7 @@ from dpkit.simulate.fit import Served, Step, fit_run, fit_steps, non_negative, p
 from dpkit.simulate.measured import preset_text, read_measured
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 TRUE = StepCost(a_ms=8.0, b_us=20.0, c_us=5.0, d_ns=40.0, q_ns=1.0, a2_ms=3.0, d2_ns=30.0)
@@ -65,6 +66,36 @@ def test_a_fit_tells_how_far_off_it_is() -> None:
     assert 0.03 < fit.mean_error < 0.15
     assert fit.mean_error < fit.p95_error
     assert fit.points == len(_steps(TRUE))
+
+
+@pytest.mark.parametrize("cost", [TRUE, MIXED])
+def test_a_table_of_all_kinds_of_steps_tells_every_constant(cost: StepCost) -> None:
+    assert fit_steps(_steps(cost), experts=cost.experts).untold == ()
+
+
+@pytest.mark.parametrize(
+    ("kept", "untold"),
+    [
+        (lambda step: not step.decodes, ("a_ms", "c_us", "d_ns")),
+        (lambda step: not step.prefill_tokens, ("b_us", "q_ns")),
+        (lambda step: step.kv_tokens == 128 * step.decodes, ("c_us", "d_ns")),
+    ],
+    ids=["no decodes", "no prefills", "contexts of one length"],
+)
+def test_a_fit_names_the_constants_that_nothing_tells(
+    kept: Callable[[Step], bool], untold: tuple[str, ...]
+) -> None:
+    assert fit_steps([step for step in _steps(TRUE) if kept(step)]).untold == untold
+
+
+def test_a_log_of_lone_requests_does_not_tell_what_others_cost() -> None:
+    served = [
+        Served(
+            prompt_tokens=9, output_tokens=n, scheduled_s=9.0 * n, first_s=9.0 * n, last_s=10.0 * n
+        )
+        for n in (2, 3, 4)
+    ]
+    assert {"b_us", "q_ns"} <= set(fit_run(served).untold)
 
 
 def test_no_constant_is_negative() -> None:

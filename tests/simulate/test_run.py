@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 
 import pytest
 from attrs import evolve
@@ -240,3 +241,24 @@ def test_peers_and_bindings_are_named_with_the_policy() -> None:
 def test_a_binding_that_does_not_exist_is_told() -> None:
     with pytest.raises(ConfigError, match="--policy inflight@soon: bind it inflight@early or infl"):
         with_policy(scenario_of((0.0, 9, 1)), "inflight@soon")
+
+
+def interrupt(ended: int) -> None:
+    if ended == 5:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_ends_a_run_bare(caplog: pytest.LogCaptureFixture) -> None:
+    scenario = scenario_of(*[(0.02 * n, 400, 5) for n in range(40)])
+    with pytest.raises(KeyboardInterrupt):
+        run(scenario, on_progress=interrupt)
+    assert not caplog.records
+
+
+def test_ctrl_c_while_the_capacity_is_worked_out_hands_out_nothing_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scenario = scenario_of(*[(0.02 * n, 400, 5) for n in range(600)], engines=1)
+    with pytest.raises(KeyboardInterrupt):
+        capacity_rps(scenario, on_progress=interrupt)
+    assert not caplog.records  # of a sink that asked a closed cluster for more
