@@ -133,7 +133,11 @@ def test_the_best_backend_is_chosen_by_what_there_is(monkeypatch, flash_attn) ->
     ("name", "where", "message"),
     [
         ("fast", kind("cpu"), "no attention backend 'fast'; there are cuda_varlen, gather, sdpa"),
-        ("cuda_varlen", kind("cpu"), "'cuda_varlen' needs a CUDA device, not cpu"),
+        (
+            "cuda_varlen",
+            kind("cpu"),
+            "attention backend 'cuda_varlen' needs a CUDA device, not cpu",
+        ),
         ("cuda_varlen", kind("cuda", torch.float32), "computes in float16 and bfloat16, not torch"),
         ("cuda_varlen", kind("cuda"), "a block_size that is a multiple of 256, not 16"),
     ],
