@@ -17,20 +17,18 @@ Run it:  python benchmarks/bench_coordinator.py [rounds]
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
 import sys
-import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
 import zmq
 from harness import compete, print_table
+from other_side import SERVE, open_other_side, serve
 
 from dpkit.balancer.coordinator import CoordinatorRules
 from dpkit.link.coordinator import open_coordinator
@@ -40,7 +38,9 @@ from dpkit.wire.structs import Envelope, SchedulerStats
 from dpkit.wire.zsocket import open_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    from other_side import OtherSide
 
     Work = Callable[[CoordinatorAddresses, str], float]
 
@@ -52,16 +52,6 @@ ROUNDS = 9
 
 
 # -- The other process -----------------------------------------------------------------------------
-
-
-def serve(control: str) -> Never:
-    """Be 64 engines and a frontend, as told, for ever."""
-    context = zmq.Context()
-    orders = context.socket(zmq.REP)
-    orders.connect(control)
-    while True:
-        send(context, **json.loads(orders.recv()))
-        orders.send(b"")
 
 
 def send(context: zmq.Context[Any], to: str, front: str, pace: str) -> None:
@@ -99,40 +89,20 @@ def word(rank: int, step: int) -> bytes:
 class Engines:
     """The other process, and fresh addresses for each order."""
 
-    def __init__(self, directory: str, orders: zmq.Socket[bytes]) -> None:
-        self._directory = directory
-        self._orders = orders
+    def __init__(self, other: OtherSide) -> None:
+        self._other = other
         self._number = 0
 
     def measure(self, pace: str, work: Work) -> float:
         """Have them send, and return what `work` says that each message cost."""
         self._number += 1
-        folder = Path(self._directory, str(self._number))
+        folder = Path(self._other.directory, str(self._number))
         folder.mkdir()
         addresses = CoordinatorAddresses.at(f"ipc://{folder}")
-        order = {"to": addresses.back_output, "front": addresses.front, "pace": pace}
-        self._orders.send(json.dumps(order).encode())
+        self._other.begin({"to": addresses.back_output, "front": addresses.front, "pace": pace})
         cost = work(addresses, pace)
-        self._orders.recv()
+        self._other.wait()
         return cost
-
-
-@contextmanager
-def other_process() -> Iterator[Engines]:
-    """Start it, and stop it at the end."""
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        zmq.Context() as context,
-        context.socket(zmq.REQ) as orders,
-    ):
-        control = f"ipc://{directory}/control"
-        orders.bind(control)
-        child = subprocess.Popen([sys.executable, __file__, "--serve", control])  # noqa: S603
-        try:
-            yield Engines(directory, orders)
-        finally:
-            child.kill()
-            child.wait()
 
 
 # -- The contenders --------------------------------------------------------------------------------
@@ -254,7 +224,8 @@ def poll_until_the_last(
 def main(rounds: int = ROUNDS) -> None:
     """Print one table."""
     rows = []
-    with other_process() as engines:
+    with open_other_side(__file__) as other:
+        engines = Engines(other)
         for pace, messages in MESSAGES.items():
             works: dict[str, Work] = {"ours": ours, "poller": poller}
             entries = {name: partial(engines.measure, pace, work) for name, work in works.items()}
@@ -274,7 +245,7 @@ def main(rounds: int = ROUNDS) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2])
+    if sys.argv[1:2] == [SERVE]:
+        serve(sys.argv[2], send)
     else:
         main(*map(int, sys.argv[1:2]))

@@ -12,11 +12,8 @@ Run it:  python benchmarks/bench_zmq.py [rounds]
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -28,11 +25,14 @@ import trio
 import zmq
 import zmq.asyncio
 from harness import Rounds, compete, print_table
+from other_side import SERVE, open_other_side, serve
 
 from dpkit.wire.zsocket import open_context, open_zsocket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
+
+    from other_side import OtherSide
 
     Work = Callable[[str, str], float]
 
@@ -46,15 +46,8 @@ ROUNDS = 15
 # -- The other process -----------------------------------------------------------------------------
 
 
-def serve(control: str) -> None:
-    """Flood or echo, as told, for ever."""
-    context = zmq.Context()
-    orders = context.socket(zmq.REP)
-    orders.connect(control)
-    while True:
-        order = json.loads(orders.recv())
-        {"flood": flood, "echo": echo}[order["what"]](context, order["to"], order["back"])
-        orders.send(b"")
+def obey(context: zmq.Context[Any], what: str, to: str, back: str) -> None:
+    {"flood": flood, "echo": echo}[what](context, to, back)
 
 
 def flood(context: zmq.Context[Any], _: str, back: str) -> None:
@@ -76,37 +69,19 @@ def echo(context: zmq.Context[Any], to: str, back: str) -> None:
 class Peer:
     """The other process, and a fresh pair of addresses for each order."""
 
-    def __init__(self, directory: str, orders: zmq.Socket[bytes]) -> None:
-        self._directory = directory
-        self._orders = orders
+    def __init__(self, other: OtherSide) -> None:
+        self._other = other
         self._number = 0
 
     def measure(self, what: str, work: Work) -> float:
         """Have it flood or echo, and return what `work` says this cost."""
         self._number += 1
-        to, back = (f"ipc://{self._directory}/{self._number}-{end}" for end in ("to", "back"))
-        self._orders.send(json.dumps({"what": what, "to": to, "back": back}).encode())
+        ends = (f"ipc://{self._other.directory}/{self._number}-{end}" for end in ("to", "back"))
+        to, back = ends
+        self._other.begin({"what": what, "to": to, "back": back})
         cost = work(to, back)
-        self._orders.recv()
+        self._other.wait()
         return cost
-
-
-@contextmanager
-def other_process() -> Iterator[Peer]:
-    """Start it, and stop it at the end."""
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        zmq.Context() as context,
-        context.socket(zmq.REQ) as orders,
-    ):
-        control = f"ipc://{directory}/control"
-        orders.bind(control)
-        child = subprocess.Popen([sys.executable, __file__, "--serve", control])  # noqa: S603
-        try:
-            yield Peer(directory, orders)
-        finally:
-            child.kill()
-            child.wait()
 
 
 # -- The contenders --------------------------------------------------------------------------------
@@ -273,7 +248,8 @@ def travellers() -> dict[str, Work]:
 
 def main(rounds: int = ROUNDS) -> None:
     """Print one table."""
-    with other_process() as peer:
+    with open_other_side(__file__) as other:
+        peer = Peer(other)
 
         def contest(title: str, what: str, works: dict[str, Work]) -> tuple[str, ...]:
             entries = {name: partial(peer.measure, what, work) for name, work in works.items()}
@@ -293,7 +269,7 @@ def main(rounds: int = ROUNDS) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2])
+    if sys.argv[1:2] == [SERVE]:
+        serve(sys.argv[2], obey)
     else:
         main(*map(int, sys.argv[1:2]))

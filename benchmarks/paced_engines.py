@@ -9,12 +9,9 @@ one of them in each step, so many steps a second; one for a single token is answ
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import asynccontextmanager, contextmanager
@@ -24,6 +21,7 @@ from unittest.mock import patch
 
 import trio
 import zmq
+from other_side import open_other_side, serve
 
 from dpkit.abc import Model
 from dpkit.engine.limits import EngineLimits
@@ -51,6 +49,8 @@ from dpkit.wire.structs import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
+
+    from other_side import OtherSide
 
     from dpkit.messages import Batch, StepResult
     from dpkit.wire.structs import WireRequest
@@ -171,23 +171,25 @@ class PacedEngine(threading.Thread):
         socket.send_multipart(encode_envelope(envelope))
 
 
-def serve(control: str) -> None:
-    """Begin and end engines, as told, for ever."""
-    context: zmq.Context[Any] = zmq.Context()
-    orders = context.socket(zmq.REP)
-    orders.connect(control)
-    engines: dict[str, PacedEngine] = {}
-    while True:
-        order = json.loads(orders.recv())
-        if order["begin"]:
-            engine = PacedEngine(context, order["rank"], order["handshake"], order["phase"])
-            engines[order["handshake"] + str(order["rank"])] = engine
+class Stage:
+    """Begins and ends engines, as told."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, PacedEngine] = {}
+
+    def obey(
+        self, context: zmq.Context[Any], *, rank: int, handshake: str, phase: float, begin: bool
+    ) -> None:
+        """Begin one, or end it."""
+        if begin:
+            engine = self._engines[f"{handshake}{rank}"] = PacedEngine(
+                context, rank, handshake, phase
+            )
             engine.start()
         else:
-            engine = engines.pop(order["handshake"] + str(order["rank"]))
+            engine = self._engines.pop(f"{handshake}{rank}")
             engine.stop.set()
             engine.join()
-        orders.send(b"")
 
 
 # -- This process ----------------------------------------------------------------------------------
@@ -196,17 +198,16 @@ def serve(control: str) -> None:
 class PacedEngines:
     """The other process, as one sees it from here."""
 
-    def __init__(self, directory: str, orders: zmq.Socket[bytes], pid: int) -> None:
-        self.pid = pid
+    def __init__(self, other: OtherSide) -> None:
+        self.pid = other.pid
         self.in_step = False
         """Whether those to come step at the same moments, or each at its own."""
-        self._directory = directory
-        self._orders = orders
+        self._other = other
         self._numbers = iter(range(sys.maxsize))
 
     def address(self) -> str:
         """A fresh one, for whoever wants to bind."""
-        return f"ipc://{self._directory}/{next(self._numbers)}"
+        return f"ipc://{self._other.directory}/{next(self._numbers)}"
 
     @contextmanager
     def engine(self, rank: int, handshake: str) -> Iterator[None]:
@@ -220,27 +221,15 @@ class PacedEngines:
             self._order(order | {"begin": False})
 
     def _order(self, order: Mapping[str, Any]) -> None:
-        self._orders.send(json.dumps(order).encode())
-        self._orders.recv()
+        self._other.begin(order)
+        self._other.wait()
 
 
 @contextmanager
 def open_paced_engines() -> Iterator[PacedEngines]:
     """Start the process, and end it at the end."""
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        zmq.Context() as context,
-        context.socket(zmq.REQ) as orders,
-    ):
-        control = f"ipc://{directory}/control"
-        orders.bind(control)
-        orders.rcvtimeo = 10_000  # a process that has failed says nothing
-        child = subprocess.Popen([sys.executable, __file__, control])  # noqa: S603
-        try:
-            yield PacedEngines(directory, orders, child.pid)
-        finally:
-            child.kill()
-            child.wait()
+    with open_other_side(__file__, patience_s=10) as other:
+        yield PacedEngines(other)
 
 
 class PacedWorker:
@@ -337,10 +326,10 @@ class Face(Model):
         """Ids only: what text costs is the same for every client, and not measured."""
         return Wordless()
 
-    def execute(self, batch: Batch, cache: Any) -> StepResult:
-        """Compute nothing."""
-        raise NotImplementedError
+    def execute(self, batch: Batch, cache: Any) -> StepResult:  # noqa: ARG002 - it does not
+        """Never called: the engines are in the other process, and have no model."""
+        raise TypeError("a client's face of the paced engines does not compute")
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[2], Stage().obey)
