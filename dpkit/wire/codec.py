@@ -117,7 +117,7 @@ class _HasArrays(Exception):  # noqa: N818 - said by one encoder to have another
 def _refuse(value: object) -> object:
     if isinstance(value, Tensor):
         raise _HasArrays
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
+    raise TypeError(f"{type(value).__name__} does not travel")
 
 
 _PLAIN = Encoder(enc_hook=_refuse)
@@ -155,7 +155,7 @@ def encode_input(message: Add | Abort | Utility) -> list[bytes]:
     if isinstance(message, Add):
         try:
             return [ADD, *_encode(message.request)]
-        except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise RequestRejected(
                 f"cannot send request: {describe(error)}",
                 request_id=message.request.external_req_id or message.request.request_id,
