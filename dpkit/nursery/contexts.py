@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
     from dpkit.wire.zsocket import Context
 
-_LAST_LIFE_S = 5.0
-"""How long lives may take to let go: they have been cancelled as well."""
-
 
 class SharedContext:
-    """Is there while `open` is; every life uses it within that time."""
+    """Is there while `open` is; every life uses it within that time.
 
-    def __init__(self) -> None:
+    Args:
+        patience: Seconds that the last lives may take to let go: by then they have been told to end
+            as well.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
         self._context: Context
         self._lives = 0
         self._no_lives = trio.lowlevel.ParkingLot()
@@ -37,9 +40,13 @@ class SharedContext:
             try:
                 yield self._context
             finally:  # lives end by themselves, but their sockets must not outlive the context
-                with trio.move_on_after(_LAST_LIFE_S, shield=True):
-                    while self._lives:
-                        await self._no_lives.park()
+                await self.wait_unused()
+
+    async def wait_unused(self) -> None:
+        """Wait until no life uses it, cancelled or not, but no longer than the patience."""
+        with trio.move_on_after(self._patience, shield=True):
+            while self._lives:
+                await self._no_lives.park()
 
     @contextmanager
     def use(self) -> Iterator[Context]:

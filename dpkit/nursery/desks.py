@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 _LINGER_MS = 1000
 """What a life says last: aborts, and why its engine was refused. Nobody waits for that here."""
 
+_LAST_LIFE_S = 5.0
+"""How long lives may take to let go: they have been cancelled as well."""
+
 _NOTICE_AFTER_S = 10.0
 
 _LOOK_AFTER_S = 0.1
@@ -84,7 +87,7 @@ class Desk:
         self.error: AddressFailed | None = None
         """Why nobody can join."""
         self._after = after
-        self._context = SharedContext()
+        self._context = SharedContext(_LAST_LIFE_S)
         self._address = ""
         self._reception: Reception | None = None
         self._settled = trio.Event()

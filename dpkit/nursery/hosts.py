@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
-from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +20,11 @@ from dpkit.launch.spawn import open_spawner
 from dpkit.launch.zygote import open_zygote
 from dpkit.names import StartMethod, Transport
 from dpkit.nursery.context import protected_context
+from dpkit.nursery.contexts import SharedContext
 from dpkit.wire.frontend import open_frontend
-from dpkit.wire.zsocket import open_context
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from dpkit.abc import Launcher, Worker
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from dpkit.messages import EngineId
     from dpkit.nursery.gathering import Gathering, Round
     from dpkit.wire.frontend import FrontendSockets
-    from dpkit.wire.zsocket import Context
 
 WORK = "dpkit.launch.child:work"
 """What an engine's process does."""
@@ -66,9 +64,8 @@ class ModelHost:
         self._launcher: Launcher | None = None
         self._start_timeout = 0.0
         self._folder = ""
-        self._context: Context
-        self._lives = 0
-        self._no_lives = trio.lowlevel.ParkingLot()
+        self.context = SharedContext(_LAST_LIFE_S)
+        """Of the sockets of its engines' lives."""
         self._numbers = count()
         self._settled = trio.Event()
         self._scope = trio.CancelScope()
@@ -92,15 +89,13 @@ class ModelHost:
             self._settled.set()
 
     async def _keep(self) -> None:
-        async with open_context() as self._context, self._open() as self._launcher:
+        async with self.context.open(), self._open() as self._launcher:
             self._scope.deadline = math.inf
             self._settled.set()
             try:
                 await trio.sleep_forever()
-            finally:  # lives end by themselves, but their sockets must not outlive the context
-                with trio.move_on_after(_LAST_LIFE_S, shield=True):
-                    while self._lives:
-                        await self._no_lives.park()
+            finally:  # the launcher ends by force whoever has not ended by then
+                await self.context.wait_unused()
 
     def _late(self) -> LaunchFailed:
         if trio.current_time() < self._scope.deadline:
@@ -141,17 +136,6 @@ class ModelHost:
             raise self.error
         assert self._launcher is not None  # noqa: S101 - settled, and without an error
         return self._launcher
-
-    @contextmanager
-    def use_context(self) -> Iterator[Context]:
-        """The context for the sockets of one life, which are closed when the block ends."""
-        self._lives += 1
-        try:
-            yield self._context
-        finally:
-            self._lives -= 1
-            if not self._lives:
-                self._no_lives.unpark_all()
 
     def addresses(self, transport: Transport) -> tuple[str, str, str]:
         """Three addresses to bind: for the handshake, for requests, for outputs."""
@@ -197,7 +181,7 @@ class EngineHost:
         await self.model.launcher()  # no model, no folder
         handshake, requests, outputs = self.model.addresses(self.group.process.transport)
         together = {} if round_ is None else _told(round_)
-        with self.model.use_context() as context:
+        with self.model.context.use() as context:
             async with open_frontend(
                 context,
                 ranks=[rank],

@@ -148,12 +148,7 @@ class JoinedLife(WireLife):
             try:
                 nursery.start_soon(self._guard, guest.wait_for_fault)
                 nursery.start_soon(self._guard, self._serve, sockets, guest, nursery)
-                if round_ is not None:
-                    nursery.start_soon(self._guard, round_.wait_for_fault)
-                await self._finished.wait()
-                if round_ is not None:
-                    await round_.finish(self._rank)
-                nursery.cancel_scope.cancel()
+                await self._live_on(nursery, round_)
             finally:
                 guest.leave()
 

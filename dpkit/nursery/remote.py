@@ -124,12 +124,7 @@ class RemoteLife(WireLife):
                 self._worker = worker
                 nursery.start_soon(self._guard, self._watch_process, worker)
                 nursery.start_soon(self._guard, self._serve, sockets, nursery, ready_by, round_)
-                if round_ is not None:
-                    nursery.start_soon(self._guard, round_.wait_for_fault)
-                await self._finished.wait()
-                if round_ is not None:
-                    await round_.finish(self._rank)
-                nursery.cancel_scope.cancel()
+                await self._live_on(nursery, round_)
 
     def _note_end_of_scope(self) -> None:
         """Tell the end at the deadline of the start from one that was asked for."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dpkit.engine.publish import PublishGate
     from dpkit.link.zmq import WireConnection
     from dpkit.messages import EngineId, EngineStats, StepReport
+    from dpkit.nursery.gathering import Round
     from dpkit.nursery.inbox import Deliver, OnReport
     from dpkit.wire.zsocket import ZSocket
 
@@ -127,6 +128,15 @@ class WireLife(abc.ABC):
     @abc.abstractmethod
     async def _live(self) -> None:
         """Begin, serve, and return once `_finished` is set."""
+
+    async def _live_on(self, nursery: trio.Nursery, round_: Round | None) -> None:
+        """Until it has finished, in step with its group if it has one; then end its tasks."""
+        if round_ is not None:
+            nursery.start_soon(self._guard, round_.wait_for_fault)
+        await self._finished.wait()
+        if round_ is not None:
+            await round_.finish(self._rank)
+        nursery.cancel_scope.cancel()
 
     def _note_end_of_scope(self) -> None:  # noqa: B027 - a hook
         """Judge a life whose scope was cancelled: by `close`, or at a deadline."""
