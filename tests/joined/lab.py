@@ -332,6 +332,17 @@ async def open_living(*puppets: Puppet) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def open_two(address: str) -> AsyncIterator[tuple[Puppet, Puppet]]:
+    """Two puppets, of the ranks 0 and 1, that live."""
+    async with (
+        open_puppet(address, 0) as first,
+        open_puppet(address, 1) as second,
+        open_living(first, second),
+    ):
+        yield first, second
+
+
+@asynccontextmanager
 async def open_engine(
     folder: Path,
     address: str,

@@ -23,6 +23,7 @@ from tests.joined.lab import (
     open_joined,
     open_living,
     open_puppet,
+    open_two,
     serves,
     slot_of,
     told,
@@ -37,9 +38,7 @@ LOCAL = '[[engines]]\nname = "l"\nmodel = "echo"\n'
 async def test_N01_a_group_grows_by_the_ranks_that_join_while_the_others_serve() -> None:
     address = free_address()
     async with (
-        open_puppet(address, 0) as first,
-        open_puppet(address, 1) as second,
-        open_living(first, second),  # the second waits for its answer meanwhile
+        open_two(address) as (_, second),  # the second waits for its answer meanwhile
         open_joined(group(address)) as cluster,
     ):
         await cluster.scale("v", 2)
@@ -75,9 +74,7 @@ async def test_N03_a_rank_that_does_not_come_leaves_all_as_it_was() -> None:
 async def test_N04_a_group_shrinks_after_its_last_engine_has_finished() -> None:
     address = free_address()
     async with (
-        open_puppet(address, 0) as first,
-        open_puppet(address, 1) as second,
-        open_living(first, second),
+        open_two(address) as (_, second),
         open_joined(group(address, count=2)) as cluster,
     ):
         second.begins = True
@@ -101,9 +98,7 @@ async def test_N02_a_group_that_would_be_too_small_is_refused_before_anything_ch
 ) -> None:
     address = free_address()
     async with (
-        open_puppet(address, 0) as first,
-        open_puppet(address, 1) as second,
-        open_living(first, second),
+        open_two(address),
         open_joined(group(address, count=2), settings="[cluster]\nmin_ready = 2\n") as cluster,
     ):
         with pytest.raises(ConfigError, match=said):
@@ -115,9 +110,7 @@ async def test_N02_a_group_that_would_be_too_small_is_refused_before_anything_ch
 async def test_N07_N11_one_that_leaves_gets_nothing_new_and_at_its_limit_lets_go() -> None:
     address = free_address()
     async with (
-        open_puppet(address, 0) as first,
-        open_puppet(address, 1) as second,
-        open_living(first, second),
+        open_two(address) as (first, second),
         open_joined(group(address, count=2)) as cluster,
     ):
         first.begins = True
@@ -178,9 +171,7 @@ async def test_engines_that_joined_are_not_replaced(change: str) -> None:
 async def test_their_number_may_change_with_a_new_config() -> None:
     address = free_address()
     async with (
-        open_puppet(address, 0) as first,
-        open_puppet(address, 1) as second,
-        open_living(first, second),
+        open_two(address),
         open_cluster(make_config(group(address))) as cluster,
     ):
         await cluster.apply(make_config(group(address, count=2)))
@@ -194,9 +185,7 @@ async def test_engines_that_restart_together_are_waited_for_together() -> None:
     address = free_address()
     together = 'strategy = "one_for_all", backoff = "1ms"'
     async with (
-        open_puppet(address, 0) as first,
-        open_puppet(address, 1) as second,
-        open_living(first, second),
+        open_two(address) as (first, _),
         open_joined(group(address, count=2, supervision=together), LOCAL) as cluster,
     ):
         first.die()
