@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from dpkit.config.load import parse_config
 from dpkit.simulate.fit import Served
-from dpkit.simulate.measured import read_measured
 from dpkit.simulate.measures import percentile
+from dpkit.simulate.readings import read_measured
 from dpkit.simulate.run import Scenario, run
 from dpkit.simulate.settings import simulated
 from dpkit.simulate.traces import Ask, Trace, read_trace

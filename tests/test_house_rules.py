@@ -82,7 +82,7 @@ LAYERS = [
         "dpkit.nursery.standing",
         "dpkit.nursery.hosts",
         "dpkit.nursery.launchers",
-        "dpkit.nursery.contexts",
+        "dpkit.nursery.sharedcontext",
         "dpkit.nursery.desks",
         "dpkit.nursery.wirelife",
         "dpkit.nursery.remote",

@@ -28,7 +28,7 @@ def command(
 
     from dpkit.errors import ConfigError  # noqa: PLC0415
     from dpkit.simulate.fit import Step, fit_run, fit_steps  # noqa: PLC0415
-    from dpkit.simulate.measured import preset_text, read_measured  # noqa: PLC0415
+    from dpkit.simulate.readings import preset_text, read_measured  # noqa: PLC0415
 
     measured = read_measured(file)
     steps = [each for each in measured if isinstance(each, Step)]

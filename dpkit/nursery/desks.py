@@ -20,7 +20,7 @@ from attrs import frozen
 from dpkit.config.checks import host_and_port
 from dpkit.link.together import run_together
 from dpkit.nursery.context import protected_context
-from dpkit.nursery.contexts import SharedContext
+from dpkit.nursery.sharedcontext import SharedContext
 from dpkit.wire.address import AddressFailed
 from dpkit.wire.reception import Reception
 from dpkit.wire.structs import Addresses, Init

@@ -20,7 +20,7 @@ from dpkit.launch.spawn import open_spawner
 from dpkit.launch.zygote import open_zygote
 from dpkit.names import StartMethod, Transport
 from dpkit.nursery.context import protected_context
-from dpkit.nursery.contexts import SharedContext
+from dpkit.nursery.sharedcontext import SharedContext
 from dpkit.wire.frontend import open_frontend
 
 if TYPE_CHECKING:

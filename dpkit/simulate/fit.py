@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 
 from dpkit.costmodel import StepCost
-from dpkit.simulate.told import untold
+from dpkit.simulate.identifiable import untold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

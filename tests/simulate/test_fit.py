@@ -12,7 +12,7 @@ from dpkit.costmodel import PRESETS, StepCost, parse_preset
 from dpkit.engine.models.cost import CostModel
 from dpkit.errors import ConfigError, ModelNotFound, ModelUnsupported
 from dpkit.simulate.fit import Served, Step, fit_run, fit_steps, non_negative, predicted
-from dpkit.simulate.measured import preset_text, read_measured
+from dpkit.simulate.readings import preset_text, read_measured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
