@@ -183,9 +183,9 @@ async def test_one_that_has_left_again_has_not_called() -> None:
         trio.open_nursery() as nursery,
     ):
         gone.hello()
-        await trio.sleep(0.1)
+        await trio.sleep(0.2)
         gone.leave()
-        await trio.sleep(0.1)
+        await trio.sleep(0.3)
         one.hello()
         with trio.move_on_after(0.2) as waiting:
             await one.handshake.receive()
