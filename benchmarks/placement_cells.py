@@ -1,0 +1,230 @@
+"""What is compared: pools, traces and troubles by name, and the run that each of them is.
+
+One cell is one policy on one case at one load. Knows nothing of the order in which cells are run, or
+of what is made of their figures.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve, frozen
+
+from dpkit.config.load import parse_config
+from dpkit.simulate.capacity import capacity_rps
+from dpkit.simulate.faults import parse_faults
+from dpkit.simulate.run import Scenario
+from dpkit.simulate.settings import costs_of, simulated, smallest_kv
+from dpkit.simulate.study import find, with_policy
+from dpkit.simulate.traces import read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from dpkit.config.schema import Config
+    from dpkit.simulate.traces import Trace
+
+    Row = dict[str, Any]
+
+SEED, OURS = "kv_pressure", "expected_ttft"
+PEERS = ("dynamo_style", "llm_d_style", "sglang_style", "expected_ttft@early")
+ENGINES = 8
+BLOCK_SIZE = 512
+"""Of KV blocks where there is a prefix cache: that of the traces' own block ids."""
+
+
+@frozen(kw_only=True)
+class Case:
+    """A trace, the pool that serves it, and what goes wrong there."""
+
+    name: str
+    file: str
+    preset: str
+    rows: int
+    has_cache: bool = False
+    faults: tuple[str, ...] = ()
+    small: int = 0
+    """So many engines, the last ones, have half the KV cache."""
+    lockstep: bool = False
+    load: float | None = None
+    """The only one that it is run at; None: whichever is asked for."""
+
+    @property
+    def pool(self) -> str:
+        """What its capacity depends on: that of healthy, equal engines which step alone."""
+        cache = f"cache of {BLOCK_SIZE}" if self.has_cache else "no cache"
+        return f"{self.file}, {self.rows} rows, {ENGINES} x {self.preset}, {cache}"
+
+
+@frozen(kw_only=True)
+class Table:
+    """Cases that are compared under the same policies; the first is what the others are held to."""
+
+    cases: tuple[Case, ...]
+    policies: tuple[str, ...]
+
+
+@frozen(kw_only=True)
+class Cell:
+    """One run."""
+
+    table: str
+    case: Case
+    load: float
+    clients: int
+    policy: str
+
+    @property
+    def key(self) -> Row:
+        """What tells it from all others, as its row in the file begins."""
+        return {
+            "table": self.table,
+            "case": self.case.name,
+            "rows": self.case.rows,
+            "load": self.load,
+            "clients": self.clients,
+            "policy": self.policy,
+        }
+
+
+H100, SMALL, EXPERTS = "h100-8b", "h100-32b", "h200-30b-a3b"
+AZURE_CODE = Case(name="azure-code", file="azure-code-a", preset=H100, rows=5_000)
+AZURE_CONV = Case(name="azure-conv", file="azure-conv-a", preset=H100, rows=9_000)
+MOONCAKE = Case(name="mooncake-conv", file="mooncake-conv-a", preset=EXPERTS, rows=5_000)
+SYNTHETIC = Case(name="mooncake-synthetic", file="mooncake-synthetic", preset=EXPERTS, rows=3_900)
+AGENTS = Case(
+    name="agentic-code", file="agentic-code-a", preset=EXPERTS, rows=3_114, has_cache=True
+)
+LONG_AGENTS = Case(
+    name="agentic-long", file="agentic-long-a", preset=EXPERTS, rows=1_500, has_cache=True
+)
+NO_CACHE = (
+    AZURE_CODE,
+    AZURE_CONV,
+    evolve(AZURE_CONV, name="azure-conv-32b", preset=SMALL, rows=5_000),
+    MOONCAKE,
+    SYNTHETIC,
+    Case(name="servegen-mlarge", file="servegen-mlarge-a", preset=H100, rows=12_000),
+    Case(name="servegen-r1", file="servegen-r1-a", preset=EXPERTS, rows=2_500),
+    Case(name="arxiv", file="arxiv-summ-a", preset=H100, rows=4_000),
+)
+WITH_CACHE = (
+    AGENTS,
+    LONG_AGENTS,
+    evolve(MOONCAKE, has_cache=True),
+    evolve(SYNTHETIC, has_cache=True),
+)
+
+
+def _troubled() -> Iterator[Case]:
+    """Three traces in three troubles, and one in lockstep."""
+    for case in (AGENTS, MOONCAKE, AZURE_CONV):
+        yield evolve(case, name=f"{case.name}, one dies", faults=("kill:2@35%-65%",), load=0.75)
+        yield evolve(case, name=f"{case.name}, two slow", faults=("slow:6,7*2",), small=2, load=0.7)
+        yield evolve(case, name=f"{case.name}, 30% leave", faults=("abort:30%",), load=1.0)
+    yield evolve(MOONCAKE, name="mooncake-conv, lockstep", lockstep=True, load=0.35)
+
+
+TABLES = {
+    "no-cache": Table(cases=NO_CACHE, policies=(SEED, OURS)),
+    "prefix": Table(cases=WITH_CACHE, policies=(SEED, *PEERS, OURS)),
+    "troubles": Table(cases=tuple(_troubled()), policies=(SEED, "expected_ttft@early", OURS)),
+    "stale": Table(
+        cases=(AGENTS, evolve(SYNTHETIC, has_cache=True), AZURE_CONV, NO_CACHE[2]),
+        policies=(
+            SEED,
+            "placement_blind:Blind@early",
+            "placement_blind:Blind",
+            "placement_blind:Credulous",
+            "expected_ttft@early",
+            OURS,
+        ),
+    ),
+}
+
+
+def cells_of(
+    table: str, loads: Sequence[float], clients: int, policies: Sequence[str], rows: int | None
+) -> list[Cell]:
+    """Lay a table out, load by load.
+
+    Args:
+        table: Its name.
+        loads: Those to run at, where cases have none of their own.
+        clients: Each with a balancer of its own.
+        policies: Only these; none: all of the table.
+        rows: At most so many of each trace; None: as many as there are to be.
+    """
+    cells = [
+        Cell(table=table, case=_cut(case, rows), load=load, clients=clients, policy=policy)
+        for load in loads
+        for case in TABLES[table].cases
+        for policy in TABLES[table].policies
+        if not policies or policy in policies
+    ]
+    own = (evolve(cell, load=cell.case.load or cell.load) for cell in cells)
+    return list(dict.fromkeys(own))
+
+
+def _cut(case: Case, rows: int | None) -> Case:
+    return case if rows is None else evolve(case, rows=min(rows, case.rows))
+
+
+def measure_capacity(folder: Path, case: Case) -> Row:
+    """Requests a second of a case's pool at best, as a row."""
+    began = time.process_time()
+    healthy = evolve(case, faults=(), small=0, lockstep=False)
+    config = config_of(healthy)
+    scenario = Scenario(config=config, trace=_trace(folder, healthy, config))
+    rps = capacity_rps(scenario)
+    return {"pool": case.pool, "rps": rps, "cpu_s": _since(began)}
+
+
+def measure_cell(folder: Path, cell: Cell, capacity: float) -> Row:
+    """Run a cell and measure it, as a row; `capacity` is that of its pool, in requests a second."""
+    began = time.process_time()
+    scenario = scenario_of(folder, cell, capacity)
+    finding = find(with_policy(scenario, cell.policy), cell.policy, None, lambda _: None)
+    answers = finding.outcome.answers
+    own = {
+        "ttft_max_s": round(max(each.ttft_s for each in answers if each.tokens), 9),
+        "failed": sum(each.failed for each in answers),
+        "tokens": sum(each.tokens for each in answers),
+        "cpu_s": _since(began),
+    }
+    return cell.key | finding.result.as_json() | own
+
+
+def _since(began: float) -> float:
+    return round(time.process_time() - began, 3)
+
+
+def scenario_of(folder: Path, cell: Cell, capacity: float) -> Scenario:
+    """A cell's run, under no policy yet."""
+    config = config_of(cell.case)
+    trace = _trace(folder, cell.case, config)
+    rate = len(trace.asks) / trace.span_s
+    trace = trace.scaled(rate / (cell.load * capacity))
+    faults = parse_faults(cell.case.faults, span_s=trace.span_s, engines=ENGINES)
+    return Scenario(config=config, trace=trace, clients=cell.clients, faults=faults)
+
+
+def config_of(case: Case) -> Config:
+    """The cluster of a case."""
+    kv = f"kv.block_size = {BLOCK_SIZE}" if case.has_cache else "kv.prefix_cache = false"
+    text = f'[[engines]]\nmodel = "cost:{case.preset}"\ncount = {ENGINES}\n{kv}\n'
+    overrides = ("coordinator.wave_coordination=true",) if case.lockstep else ()
+    config = simulated(parse_config(text, overrides=overrides))
+    if not case.small:
+        return config
+    [group] = config.engines
+    half = evolve(group.kv, num_blocks=costs_of(group)[1].num_blocks // 2, memory=None)
+    small = evolve(group, name="small", count=case.small, kv=half)
+    return evolve(config, engines=(evolve(group, count=ENGINES - case.small), small))
+
+
+def _trace(folder: Path, case: Case, config: Config) -> Trace:
+    trace = read_trace(folder / f"{case.file}.csv.gz", rows=case.rows)
+    return trace.clipped(smallest_kv(config))
