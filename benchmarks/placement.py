@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from placement_cells import TABLES, Case, Cell, cells_of, measure_capacity, measure_cell
-from placement_figures import Figures, to_markdown, to_svg
+from placement_cells import NEAR, TABLES, Case, Cell, cells_of, measure_capacity, measure_cell
+from placement_figures import PLOTS, Figures, to_markdown, to_svg
 
 from dpkit.simulate.pool import run_side_by_side
 
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
     from placement_cells import Row
 
 
+LOADS = (0.75, 0.9, 1.0)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
-    rows = read(options.out)
     if not options.show:
-        cells = cells_of(
-            options.table, options.load, options.clients, options.policy, options.rows
-        )
-        run(options.traces, cells, rows, options.out, options.jobs)
-        rows = read(options.out)
-    figures = Figures(table=options.table, clients=options.clients, rows=rows)
+        near = (-NEAR, NEAR) if options.neighbours else ()
+        loads = [round(load + by, 3) for load in options.load for by in (0.0, *near)]
+        cells = cells_of(options.table, loads, options.clients, options.policy, options.rows)
+        run(options.traces, cells, options.out, options.jobs)
+    rows = chosen(read(options.out), options)
+    figures = Figures(table=options.table, loads=options.load, rows=rows)
     print(to_markdown(figures))
     if options.plot is not None:
         options.plot.write_text(to_svg(figures), encoding="utf-8")
@@ -46,7 +48,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare policies on public traces.")
     parser.add_argument("traces", type=Path, help="the folder of the traces")
     parser.add_argument("--table", choices=list(TABLES), required=True)
-    parser.add_argument("--load", type=float, action="append", help="repeat it; or 0.9")
+    parser.add_argument("--load", type=float, action="append", help=f"repeat it; or {LOADS}")
+    parser.add_argument("--neighbours", action="store_true", help=f"and loads {NEAR} away")
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--policy", action="append", default=[], help="only these of the table")
     parser.add_argument("--rows", type=int, help="at most so many of each trace")
@@ -55,7 +58,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("--plot", type=Path, help="an SVG file")
     options = parser.parse_args(arguments)
-    options.load = options.load or [0.9]
+    options.load = options.load or LOADS
+    if options.plot is not None and options.table not in PLOTS:
+        parser.error(f"--plot: {options.table} has none; {', '.join(PLOTS)} have")
     return options
 
 
@@ -70,8 +75,22 @@ def read(path: Path) -> list[Row]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def run(folder: Path, cells: Sequence[Cell], rows: Sequence[Row], out: Path, jobs: int) -> None:
+def chosen(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
+    """Those of one table, with so many clients, and of as long traces."""
+    cases = TABLES[options.table].cases
+    sizes = {case.name: min(case.rows, options.rows or case.rows) for case in cases}
+    return [
+        row
+        for row in rows
+        if row.get("table") == options.table
+        and row["clients"] == options.clients
+        and row["rows"] == sizes.get(row["case"])
+    ]
+
+
+def run(folder: Path, cells: Sequence[Cell], out: Path, jobs: int) -> None:
     """Do what is missing: first how much each pool can do at best, then the cells."""
+    rows = read(out)
     missing = [cell for cell in cells if not any(cell.key.items() <= row.items() for row in rows)]
     known = {row["pool"] for row in rows if "pool" in row}
     pools = {cell.case.pool: cell.case for cell in missing if cell.case.pool not in known}

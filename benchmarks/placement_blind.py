@@ -1,7 +1,8 @@
 """`expected_ttft` with wrong knowledge of caches: what it is worth to know, and to know rightly.
 
 What a client knows of prefixes comes from what it sent itself. It may know less, as where others
-send too, or where an engine does not say how large its cache is; and it may believe in what is gone.
+send too, or where an engine does not say how large its cache is; and it may believe in what is
+gone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is compared: pools, traces and troubles by name, and the run that each of them is.
 
-One cell is one policy on one case at one load. Knows nothing of the order in which cells are run, or
-of what is made of their figures.
+One cell is one policy on one case at one load. Knows nothing of the order in which cells are run,
+or of what is made of their figures.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 SEED, OURS = "kv_pressure", "expected_ttft"
 PEERS = ("dynamo_style", "llm_d_style", "sglang_style", "expected_ttft@early")
+NEAR = 0.03
+"""A neighbour of a load is so far from it: each run has luck, and the mean of three has less."""
+
 ENGINES = 8
 BLOCK_SIZE = 512
 """Of KV blocks where there is a prefix cache: that of the traces' own block ids."""
@@ -40,6 +43,8 @@ class Case:
     """A trace, the pool that serves it, and what goes wrong there."""
 
     name: str
+    label: str = ""
+    """In a plot, where eight stand side by side."""
     file: str
     preset: str
     rows: int
@@ -90,25 +95,26 @@ class Cell:
 
 
 H100, SMALL, EXPERTS = "h100-8b", "h100-32b", "h200-30b-a3b"
-AZURE_CODE = Case(name="azure-code", file="azure-code-a", preset=H100, rows=5_000)
-AZURE_CONV = Case(name="azure-conv", file="azure-conv-a", preset=H100, rows=9_000)
-MOONCAKE = Case(name="mooncake-conv", file="mooncake-conv-a", preset=EXPERTS, rows=5_000)
-SYNTHETIC = Case(name="mooncake-synthetic", file="mooncake-synthetic", preset=EXPERTS, rows=3_900)
-AGENTS = Case(
-    name="agentic-code", file="agentic-code-a", preset=EXPERTS, rows=3_114, has_cache=True
-)
-LONG_AGENTS = Case(
-    name="agentic-long", file="agentic-long-a", preset=EXPERTS, rows=1_500, has_cache=True
-)
+
+
+def _case(name: str, label: str, file: str, preset: str, rows: int, **more: bool) -> Case:
+    return Case(name=name, label=label, file=file, preset=preset, rows=rows, **more)
+
+
+AZURE = _case("azure-conv", "azure", "azure-conv-a", H100, 9_000)
+MOONCAKE = _case("mooncake-conv", "mooncake", "mooncake-conv-a", EXPERTS, 5_000)
+SYNTHETIC = _case("mooncake-synthetic", "synthetic", "mooncake-synthetic", EXPERTS, 3_900)
+AGENTS = _case("agentic-code", "agents", "agentic-code-a", EXPERTS, 3_114, has_cache=True)
+LONG_AGENTS = _case("agentic-long", "long", "agentic-long-a", EXPERTS, 1_500, has_cache=True)
 NO_CACHE = (
-    AZURE_CODE,
-    AZURE_CONV,
-    evolve(AZURE_CONV, name="azure-conv-32b", preset=SMALL, rows=5_000),
+    _case("azure-code", "code", "azure-code-a", H100, 5_000),
+    AZURE,
+    _case("azure-conv-32b", "32b", "azure-conv-a", SMALL, 5_000),
     MOONCAKE,
     SYNTHETIC,
-    Case(name="servegen-mlarge", file="servegen-mlarge-a", preset=H100, rows=12_000),
-    Case(name="servegen-r1", file="servegen-r1-a", preset=EXPERTS, rows=2_500),
-    Case(name="arxiv", file="arxiv-summ-a", preset=H100, rows=4_000),
+    _case("servegen-mlarge", "mlarge", "servegen-mlarge-a", H100, 12_000),
+    _case("servegen-r1", "r1", "servegen-r1-a", EXPERTS, 2_500),
+    _case("arxiv", "arxiv", "arxiv-summ-a", H100, 4_000),
 )
 WITH_CACHE = (
     AGENTS,
@@ -120,7 +126,7 @@ WITH_CACHE = (
 
 def _troubled() -> Iterator[Case]:
     """Three traces in three troubles, and one in lockstep."""
-    for case in (AGENTS, MOONCAKE, AZURE_CONV):
+    for case in (AGENTS, MOONCAKE, AZURE):
         yield evolve(case, name=f"{case.name}, one dies", faults=("kill:2@35%-65%",), load=0.75)
         yield evolve(case, name=f"{case.name}, two slow", faults=("slow:6,7*2",), small=2, load=0.7)
         yield evolve(case, name=f"{case.name}, 30% leave", faults=("abort:30%",), load=1.0)
@@ -132,7 +138,7 @@ TABLES = {
     "prefix": Table(cases=WITH_CACHE, policies=(SEED, *PEERS, OURS)),
     "troubles": Table(cases=tuple(_troubled()), policies=(SEED, "expected_ttft@early", OURS)),
     "stale": Table(
-        cases=(AGENTS, evolve(SYNTHETIC, has_cache=True), AZURE_CONV, NO_CACHE[2]),
+        cases=(AGENTS, evolve(SYNTHETIC, has_cache=True)),
         policies=(
             SEED,
             "placement_blind:Blind@early",
@@ -146,7 +152,11 @@ TABLES = {
 
 
 def cells_of(
-    table: str, loads: Sequence[float], clients: int, policies: Sequence[str], rows: int | None
+    table: str,
+    loads: Sequence[float],
+    clients: int = 1,
+    policies: Sequence[str] = (),
+    rows: int | None = None,
 ) -> list[Cell]:
     """Lay a table out, load by load.
 
