@@ -35,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.show:
         near = (-NEAR, NEAR) if options.neighbours else ()
         loads = [round(load + by, 3) for load in options.load for by in (0.0, *near)]
-        cells = cells_of(options.table, loads, options.clients, options.policy, options.rows)
+        cells = cells_of(
+            options.table, loads, options.clients, options.policy, options.case, options.rows
+        )
         run(options.traces, cells, options.out, options.jobs)
     rows = chosen(read(options.out), options)
     figures = Figures(table=options.table, loads=options.load, rows=rows)
@@ -52,6 +54,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--neighbours", action="store_true", help=f"and loads {NEAR} away")
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--policy", action="append", default=[], help="only these of the table")
+    parser.add_argument("--case", action="append", default=[], help="likewise")
     parser.add_argument("--rows", type=int, help="at most so many of each trace")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, required=True, help="the file of results")

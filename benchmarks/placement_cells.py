@@ -156,6 +156,7 @@ def cells_of(
     loads: Sequence[float],
     clients: int = 1,
     policies: Sequence[str] = (),
+    cases: Sequence[str] = (),
     rows: int | None = None,
 ) -> list[Cell]:
     """Lay a table out, load by load.
@@ -165,6 +166,7 @@ def cells_of(
         loads: Those to run at, where cases have none of their own.
         clients: Each with a balancer of its own.
         policies: Only these; none: all of the table.
+        cases: Likewise.
         rows: At most so many of each trace; None: as many as there are to be.
     """
     cells = [
@@ -172,7 +174,7 @@ def cells_of(
         for load in loads
         for case in TABLES[table].cases
         for policy in TABLES[table].policies
-        if not policies or policy in policies
+        if case.name in (cases or {case.name}) and policy in (policies or {policy})
     ]
     own = (evolve(cell, load=cell.case.load or cell.load) for cell in cells)
     return list(dict.fromkeys(own))

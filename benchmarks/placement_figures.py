@@ -29,6 +29,8 @@ P99, MEAN, MOST, TPOT, RATE = (
 
 NONE = "-"
 
+_INK = 5  # a series' colour
+
 _STYLE = """<style>
 svg { background: #fff } text { font: 11px sans-serif; fill: #556 }
 .title { font-weight: 600; font-size: 13px; fill: #112 } .grid { stroke: #e3e6ea }
@@ -289,7 +291,7 @@ def _plotted(
     plot = Plot(title, x, Axis("", low, high, is_log=is_log))
     for place, (name, dots) in enumerate(series.items()):
         plot.dots(dots, place, name)
-    plot.line([(x.low, 1.0), (x.high, 1.0)], len(series), "1")
+    plot.line([(x.low, 1.0), (x.high, 1.0)], _INK, "equal")
     return plot
 
 
