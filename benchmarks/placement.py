@@ -36,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         near = (-NEAR, NEAR) if options.neighbours else ()
         loads = [round(load + by, 3) for load in options.load for by in (0.0, *near)]
         cells = cells_of(
-            options.table, loads, options.clients, options.policy, options.case, options.rows
+            options.table,
+            loads,
+            clients=options.clients,
+            policies=options.policy,
+            cases=options.case,
+            rows=options.rows,
         )
         run(options.traces, cells, options.out, options.jobs)
     rows = chosen(read(options.out), options)

@@ -154,6 +154,7 @@ TABLES = {
 def cells_of(
     table: str,
     loads: Sequence[float],
+    *,
     clients: int = 1,
     policies: Sequence[str] = (),
     cases: Sequence[str] = (),
