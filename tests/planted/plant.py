@@ -332,9 +332,12 @@ PLANTS = {
 
 
 def planted_copy(name: str, directory: Path) -> None:
-    """Copy what the tests need into `directory`, and apply the patch of that name."""
+    """Copy what the tests need into `directory`, and apply the patch of that name.
+
+    Compiled files too: they save half of a run's time.
+    """
     for part in ("dpkit", NURSERY, SERVE, OBSERVE, BENCH, JOINED):
-        shutil.copytree(ROOT / part, directory / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / part, directory / part)
     for part in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(ROOT / part, directory / part)
     if name == "none":
