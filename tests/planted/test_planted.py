@@ -36,7 +36,7 @@ def test_every_promise_has_a_plant() -> None:
 def runs(request: pytest.FixtureRequest) -> dict[str, CompletedProcess[str]]:
     """Those asked for, as many side by side as there are cores: each is a process of its own."""
     items = [each for each in request.session.items if isinstance(each, pytest.Function)]
-    asked = [each.callspec.params["name"] for each in items if runs_a_plant(each)]
+    asked = [str(each.callspec.params["name"]) for each in items if runs_a_plant(each)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(asked, pool.map(lambda name: plant.run(name, "-x"), asked), strict=True))
 
