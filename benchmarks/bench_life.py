@@ -175,4 +175,7 @@ def serving(points: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[1:]:
+        main(Path(sys.argv[1]))
+    else:
+        print(f"left out: {Path(__file__).name} needs a folder of what was measured, as it says")

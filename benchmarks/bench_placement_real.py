@@ -6,7 +6,7 @@ found in a cache. Requests come at random moments (open loop), at a share of wha
 do, which each round measures for itself in a closed loop, since a machine's speed drifts. In a
 round all contenders get the same requests at the same moments, and their order turns.
 
-    python benchmarks/bench_placement_real.py [--rounds 5] [--requests 100] [--load 0.8]
+    python benchmarks/bench_placement_real.py [--rounds 5] [--requests 60] [--load 0.8]
 
 Needs `dpkit fetch smollm2-135m`.
 """
@@ -14,31 +14,30 @@ Needs `dpkit fetch smollm2-135m`.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
-from attrs import frozen
+from attrs import define, field, frozen
 from harness import print_table
 
 import dpkit
 from dpkit.bench.inprocess import ClusterTarget
+from dpkit.bench.lengths import Lengths, Uniform
 from dpkit.bench.plan import Load
 from dpkit.bench.session import run_bench
 from dpkit.bench.spread import percentile
-from dpkit.bench.trace import Row
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Mapping, Sequence
 
     from dpkit.bench.record import Record
 
 OURS, SEED = "expected_ttft", "kv_pressure"
 CONTENDERS = (SEED, OURS)
-LONG_SHARE = 0.1
 LONG, SHORT, ANSWERS = (600, 1500), (20, 100), (8, 32)  # tokens, from and to
 CROWD = 8
 """Requests under way while capacity is measured: more than two engines can begin at once."""
@@ -66,22 +65,29 @@ def config(policy: str) -> dpkit.Config:
     )
 
 
-def mixture(rng: random.Random, requests: int) -> tuple[Row, ...]:
-    """Lengths: just so many long prompts in each ten, at random places."""
-    rows: list[Row] = []
-    while len(rows) < requests:
-        ten = [LONG if place < 10 * LONG_SHARE else SHORT for place in range(10)]
-        rng.shuffle(ten)
-        rows += [
-            Row(prompt_tokens=rng.randint(*lengths), output_tokens=rng.randint(*ANSWERS))
-            for lengths in ten
-        ]
-    return tuple(rows[:requests])
+@define(eq=False)
+class Mixture(Lengths):
+    """Just one long prompt in ten, at a random place."""
+
+    _ten: list[tuple[int, int]] = field(factory=list, init=False)
+
+    def draw(self, rng: random.Random) -> int:
+        """As `Lengths` says."""
+        if not self._ten:
+            self._ten = [LONG, *[SHORT] * 9]
+            rng.shuffle(self._ten)
+        return rng.randint(*self._ten.pop())
 
 
-async def put(cluster: dpkit.Cluster, load: Load) -> tuple[float, Waits]:
+def load(seed: int, **how: Any) -> Load:
+    """The same for all who get the same seed: a mixture is used up by whoever draws from it."""
+    answers = Uniform(*ANSWERS)
+    return Load(prompt_tokens=Mixture(), output_tokens=answers, ignore_eos=True, seed=seed, **how)
+
+
+async def put(cluster: dpkit.Cluster, wanted: Load) -> tuple[float, Waits]:
     """Requests a second that were answered, and how they waited."""
-    report = await run_bench(ClusterTarget(cluster, "here", load), load)
+    report = await run_bench(ClusterTarget(cluster, "here", wanted), wanted)
     summary = report.summary
     if summary.finished != summary.requests:
         raise SystemExit(f"{summary.requests - summary.finished} requests failed: {summary.errors}")
@@ -107,15 +113,16 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Waits]]:
         for number in range(-1, args.rounds):
             names = CONTENDERS if number % 2 else CONTENDERS[::-1]
             seed = args.seed + number
-            rows = mixture(random.Random(seed), args.requests)
-            common = partial(Load, trace=rows, ignore_eos=True, seed=seed)
-            calibration = common(concurrency=CROWD, requests=CALIBRATION)
-            capacity, _ = await put(clusters[names[0]], calibration)
+            closed = partial(load, seed, concurrency=CROWD, requests=CALIBRATION)
+            capacity, _ = await put(clusters[names[0]], closed())
             if number < 0:
-                await put(clusters[names[1]], calibration)
+                await put(clusters[names[1]], closed())
                 continue
-            load = common(rate=args.load * capacity, requests=args.requests)
-            found = {name: (await put(clusters[name], load))[1] for name in names}
+            rate = args.load * capacity
+            found = {
+                name: (await put(clusters[name], load(seed, rate=rate, requests=args.requests)))[1]
+                for name in names
+            }
             rounds.append(found)
             tell(number, capacity, found)
     return rounds
@@ -169,7 +176,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--load", type=float, default=0.8, help="share of what the engines can do")
     parser.add_argument("--seed", type=int, default=1)
     main(parser.parse_args())
