@@ -224,7 +224,7 @@ def poll_until_the_last(
 
 def main(rounds: int = ROUNDS) -> None:
     """Print one table."""
-    logging.disable()  # on a busy machine sockets of one sender overtake each other: it is warned of
+    logging.disable()  # sockets of one sender overtake each other, which is warned of
     rows = []
     with open_other_side(__file__) as other:
         engines = Engines(other)
