@@ -28,7 +28,7 @@ LAYERS = [
     ["dpkit.messages"],
     ["dpkit.errors"],
     ["dpkit.abc"],
-    ["dpkit.text", "dpkit.checkpoint"],
+    ["dpkit.text", "dpkit.checkpoint", "dpkit.traces"],
     [
         "dpkit.config",
         "dpkit.engine",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dpkit.config.schema import Config
     from dpkit.simulate.run import Scenario
     from dpkit.simulate.study import Finding, Load
-    from dpkit.simulate.traces import Trace
+    from dpkit.traces import Trace
 
     Progress = Callable[[str, int, int], None]
 
@@ -159,8 +159,8 @@ def _config(file: str | None, trace: str, overrides: Sequence[str]) -> Config:
 
 
 def _trace(name: str, rows: int | None, seed: int) -> Trace:
-    from dpkit.simulate.traces import read_trace  # noqa: PLC0415 - `--help` needs none
     from dpkit.simulate.workloads import WORKLOADS, make_workload  # noqa: PLC0415 - likewise
+    from dpkit.traces import read_trace  # noqa: PLC0415 - `--help` needs none
 
     if name in WORKLOADS:
         return make_workload(name, rows=rows, seed=seed)
