@@ -20,6 +20,7 @@ LAYERS = [
     [
         "dpkit.names",
         "dpkit.hashing",
+        "dpkit.pages",
         "dpkit.imports",
         "dpkit.costmodel",
         "dpkit.sampling",
