@@ -6,9 +6,10 @@ from dpkit.link.foreign import ForeignConnection
 from dpkit.observe import Metrics
 from dpkit.wire.codec import encode_envelope
 from dpkit.wire.structs import Envelope, PrefixCacheStats, SchedulerStats, WireOutput
-from tests.joined.lab import life_of, until
+from tests.joined.lab import life_of
 from tests.joined.test_faults import open_pair, open_stream
 from tests.observe.lab import scrape
+from tests.waiting import until
 
 
 async def test_an_engine_that_joined_is_measured_and_its_own_counts_are_added_up() -> None:

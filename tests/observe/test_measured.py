@@ -14,7 +14,8 @@ from dpkit.testing.faults import CRASH
 from tests.nursery.lab import Lab, Timed, settle
 from tests.nursery.test_changes import configs
 from tests.observe.lab import scrape
-from tests.processes.lab import group, open_processes, until
+from tests.processes.lab import group, open_processes
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
