@@ -27,7 +27,7 @@ from dpkit.simulate.measures import percentile
 from dpkit.simulate.readings import read_measured
 from dpkit.simulate.run import Scenario, run
 from dpkit.simulate.settings import simulated
-from dpkit.simulate.traces import Ask, Trace, read_trace
+from dpkit.traces import Ask, Trace, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

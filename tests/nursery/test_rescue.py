@@ -88,6 +88,8 @@ async def test_what_was_preempted_goes_on_where_there_is_room(autojump_clock: ob
         assert statistics.clients[0].taken_back == 1
         assert statistics.clients[0].retried == statistics.clients[0].resumed == 0
         assert [engine.core.preemptions for engine in statistics.engines] == [1, 0]
+        assert [engine.core.requests_taken_back for engine in statistics.engines] == [1, 0]
+        assert [engine.core.requests_aborted for engine in statistics.engines] == [0, 0]
         told = [each for each in cluster.events if each.kind is EventKind.REQUEST_TAKEN_BACK]
         assert len(told) == 1
         assert cluster.audit() == ()
