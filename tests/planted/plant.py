@@ -338,8 +338,9 @@ def planted_copy(name: str, directory: Path) -> None:
     """
     for part in ("dpkit", NURSERY, SERVE, OBSERVE, BENCH, JOINED):
         shutil.copytree(ROOT / part, directory / part)
-    for part in ("pyproject.toml", "tests/conftest.py"):
-        shutil.copy(ROOT / part, directory / part)
+    shutil.copy(ROOT / "pyproject.toml", directory)
+    for helper in (ROOT / "tests").glob("[!t]*.py"):
+        shutil.copy(helper, directory / "tests")
     if name == "none":
         return
     plant = PLANTS[name]

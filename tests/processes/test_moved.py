@@ -14,7 +14,8 @@ from dpkit.messages import EngineId
 from dpkit.nursery.cluster import open_cluster
 from dpkit.testing.idle import check_idle
 from dpkit.testing.tiny import write_tiny_directory
-from tests.processes.lab import is_idle, until
+from tests.clusters import is_idle
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
