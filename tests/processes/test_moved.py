@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dpkit.messages import Completion
     from dpkit.nursery.client import Client
     from dpkit.nursery.cluster import Cluster
+    from dpkit.nursery.stream import OutputStream
 
 # Two engines with room for 16 blocks of 16 tokens.
 CONFIG = """
@@ -68,23 +69,23 @@ async def ask(client: Client, name: str) -> Completion:
 
 async def crowd(cluster: Cluster, name: str) -> Completion:
     """Long answers meet on engine-0, the last to come is preempted, and engine-1 stands idle."""
-    client, moved = cluster.client, []
+    client = cluster.client
 
-    async def fill(engine: str, prompt: int, tokens: int, *, task_status: Any) -> None:
-        options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "engine": engine}
-        async with client.generate([9] * prompt, **options) as stream:
-            await stream.__anext__()
-            task_status.started()
-            await stream.read_all()
+    def fill(engine: str, prompt: int, tokens: int) -> OutputStream:
+        return client.generate([9] * prompt, max_tokens=tokens, ignore_eos=True, engine=engine)
 
     for _ in range(25):  # answers are short, by what was seen of late
         await client.complete([9], max_tokens=1, seed=0)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(fill, "engine-1", 230, 16)
-        await nursery.start(fill, "engine-0", 50, 75)
-        await nursery.start(fill, "engine-0", 50, 75)
-        moved.append(await ask(client, name))
-    return moved[0]
+    # All are placed before any engine can answer: the books say who goes where, not the clock.
+    async with (
+        fill("engine-1", 230, 16) as there,
+        fill("engine-0", 50, 75) as first,
+        fill("engine-0", 50, 75) as second,
+    ):
+        moved = await ask(client, name)
+        for each in (there, first, second):
+            await each.read_all()
+    return moved
 
 
 @pytest.mark.parametrize("kind", ["local", "process"])
