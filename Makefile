@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := smollm2-135m
+# Some images turn it on; then each of the suite's hundreds of processes compiles all it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run demo test slow check bench clean
 

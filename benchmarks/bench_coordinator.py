@@ -17,6 +17,7 @@ Run it:  python benchmarks/bench_coordinator.py [rounds]
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import time
 from contextlib import ExitStack
@@ -223,6 +224,7 @@ def poll_until_the_last(
 
 def main(rounds: int = ROUNDS) -> None:
     """Print one table."""
+    logging.disable()  # sockets of one sender overtake each other, which is warned of
     rows = []
     with open_other_side(__file__) as other:
         engines = Engines(other)

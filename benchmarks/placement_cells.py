@@ -17,14 +17,14 @@ from dpkit.simulate.faults import parse_faults
 from dpkit.simulate.run import Scenario
 from dpkit.simulate.settings import costs_of, simulated, smallest_kv
 from dpkit.simulate.study import find, with_policy
-from dpkit.simulate.traces import read_trace
+from dpkit.traces import read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from dpkit.config.schema import Config
-    from dpkit.simulate.traces import Trace
+    from dpkit.traces import Trace
 
     Row = dict[str, Any]
 

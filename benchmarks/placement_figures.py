@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from placement_cells import NEAR, OURS, PEERS, SEED, TABLES
 
-from dpkit.bench.svg import Axis, Plot
+from dpkit.pages.svg import Axis, Plot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

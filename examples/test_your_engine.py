@@ -1,5 +1,6 @@
-"""Test your own model as dpkit tests its own.
+"""Test your own model as dpkit tests its own. Alone among the examples it needs pytest.
 
+Get it:  pip install pytest
 Run it:  pytest examples/test_your_engine.py
 
 The model is yours; everything else comes from `dpkit.testing`. Nothing here takes real time: all of

@@ -20,6 +20,7 @@ LAYERS = [
     [
         "dpkit.names",
         "dpkit.hashing",
+        "dpkit.pages",
         "dpkit.imports",
         "dpkit.costmodel",
         "dpkit.sampling",
@@ -28,7 +29,7 @@ LAYERS = [
     ["dpkit.messages"],
     ["dpkit.errors"],
     ["dpkit.abc"],
-    ["dpkit.text", "dpkit.checkpoint"],
+    ["dpkit.text", "dpkit.checkpoint", "dpkit.traces"],
     [
         "dpkit.config",
         "dpkit.engine",

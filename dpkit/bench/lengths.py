@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from dpkit.errors import DpkitError
+from dpkit.traces import LONGEST
 
 if TYPE_CHECKING:
     import random
@@ -17,9 +18,6 @@ _FORMS = (
     "a number such as 128, uniform:64,256 (both may come), "
     "or lognormal:128,0.5 (the median, and sigma)"
 )
-
-LONGEST = 10_000_000
-"""Tokens: longer than what any model reads, and no danger to memory."""
 
 
 class BadLength(DpkitError):  # noqa: N818 - reads as what happened

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dpkit.bench.lengths import Lengths
     from dpkit.bench.prompts import Prompt, PromptMaker
-    from dpkit.bench.trace import Row
+    from dpkit.traces import Trace
 
 
 @frozen(kw_only=True)
@@ -43,8 +43,8 @@ class Load:
     arrivals: Arrivals = Arrivals.POISSON
     concurrency: int | None = None
     """Requests under way, always so many: closed loop."""
-    trace: tuple[Row, ...] = ()
-    """Lengths, one row after the other and again from the first."""
+    trace: Trace | None = None
+    """Lengths, one request after the other and again from the first."""
     replay: bool = False
     """At the moments of the trace, once."""
     speed: float = 1.0
@@ -85,8 +85,8 @@ def asks(load: Load, maker: PromptMaker) -> Iterator[Ask]:
 
 
 def _starts(load: Load) -> Iterator[float | None]:
-    if load.replay:
-        return from_trace((row.arrival for row in load.trace), load.speed)
+    if load.trace and load.replay:
+        return from_trace((each.arrival_s for each in load.trace.asks), load.speed)
     if load.rate is not None:
         return at_rate(load.rate, load.arrivals, load.seed)
     return itertools.repeat(None)
@@ -95,7 +95,7 @@ def _starts(load: Load) -> Iterator[float | None]:
 def _rows(load: Load) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Lengths of prompt and answer, and blocks."""
     rng = random.Random(f"lengths {load.seed}")  # noqa: S311 - load, not secrets
-    rows = itertools.cycle(load.trace) if load.trace else itertools.repeat(None)
+    rows = itertools.cycle(load.trace.asks) if load.trace else itertools.repeat(None)
     for row in rows:
         prompt = load.prompt_tokens.draw(rng) if load.prompt_tokens else row and row.prompt_tokens
         output = load.output_tokens.draw(rng) if load.output_tokens else row and row.output_tokens

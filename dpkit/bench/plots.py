@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from dpkit.bench.record import Outcome
 from dpkit.bench.spread import percentile
-from dpkit.bench.svg import Axis, Plot, round_step
 from dpkit.bench.tables import milliseconds
+from dpkit.pages.svg import SERIES, Axis, Plot, round_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _BINS = 48
 _MOMENTS = 60
 _MOST_DOTS = 3000  # more make a page slow and no plot clearer
-_MOST_ENGINES = 8  # colours that can be told apart
 _WIDE = 20.0  # p99 over p1 from which on an axis is logarithmic
 
 
@@ -62,9 +61,11 @@ def _histogram(title: str, samples: Sequence[float], what: str) -> Iterator[Plot
 def _axis_of(values: Sequence[float]) -> Axis:
     low, high = percentile(values, 1), values[-1]
     if low > 0 and percentile(values, 99) / low > _WIDE:
-        return Axis("ms", max(values[0], low / 2, 1e-3), max(high, low) * 1.02, is_log=True)
+        return Axis(
+            "milliseconds", max(values[0], low / 2, 1e-3), max(high, low) * 1.02, is_log=True
+        )
     room = max((high - values[0]) * 0.02, high * 0.01, 1e-3)
-    return Axis("ms", max(0.0, values[0] - room), high + room)
+    return Axis("milliseconds", max(0.0, values[0] - room), high + room)
 
 
 def _edges(axis: Axis) -> list[float]:
@@ -92,13 +93,13 @@ def _first_tokens(done: Sequence[Record], origin: float, end: float) -> Iterator
     every = math.ceil(len(done) / _MOST_DOTS)
     for each in done[::every]:
         if each.ttft is not None:
-            name = (each.engine or "") if len(engines) <= _MOST_ENGINES else "all engines"
+            name = (each.engine or "") if len(engines) <= SERIES else "all engines"
             points.setdefault(name, []).append((each.intended - origin, 1000 * each.ttft))
     if not points:
         return
     highest = max(y for line in points.values() for _, y in line)
     y = Axis("ms to first token", 0, _above(highest))
-    plot = Plot("First tokens over time", Axis("s", 0, end), y)
+    plot = Plot("First tokens over time", Axis("seconds from the beginning", 0, end), y)
     for series, name in enumerate(sorted(points, key=lambda name: (len(name), name))):
         plot.dots(points[name], series, name)
     yield plot
@@ -117,8 +118,8 @@ def _tokens(done: Sequence[Record], origin: float, end: float, width: float) -> 
         if start * width < end
     ]
     y = Axis("output tokens/s", 0, _above(max(height for _, _, height in bars)))
-    plot = Plot("Throughput over time", Axis("s", 0, end), y)
-    plot.bars(bars, 1)
+    plot = Plot("Throughput over time", Axis("seconds from the beginning", 0, end), y)
+    plot.bars(bars, 2)
     return plot
 
 
@@ -131,8 +132,8 @@ def _under_way(measured: Sequence[Record], origin: float, end: float, width: flo
         running = bisect_left(began, moment + 1e-9) - bisect_left(ended, moment + 1e-9)
         points.append((moment, running))
     y = Axis("requests", 0, _above(max(count for _, count in points)))
-    plot = Plot("Under way", Axis("s", 0, end), y)
-    plot.line(points, 2, "requests under way")
+    plot = Plot("Under way", Axis("seconds from the beginning", 0, end), y)
+    plot.line(points, 1, "requests under way")
     return plot
 
 

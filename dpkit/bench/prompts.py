@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from dpkit.bench.trace import BLOCK_TOKENS
+from dpkit.traces import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

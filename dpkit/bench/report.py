@@ -48,8 +48,10 @@ class Report:
 
 def settings_of(load: Load) -> dict[str, str]:
     """A load in words."""
-    if load.replay:
-        kind = f"open loop, a trace of {len(load.trace):,} requests, {load.speed:g} times as fast"
+    if load.trace and load.replay:
+        kind = (
+            f"open loop, a trace of {len(load.trace.asks):,} requests, {load.speed:g} times as fast"
+        )
     elif load.rate is not None:
         kind = f"open loop, {load.rate:g} requests/s, {load.arrivals}"
     else:

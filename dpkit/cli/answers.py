@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from dpkit.messages import Completion
     from dpkit.nursery.stream import OutputStream
 
+_BLANK = 20
+"""Characters that are shown, quoted, of a prompt in which there is nothing to see."""
+
 
 class Output:
     """Standard output. When it breaks, it says so once, and swallows the rest."""
@@ -127,7 +130,8 @@ class TextAnswers:
 
 def _header(engine: str, prompt: str) -> str:
     """What stands above an answer: who gave it, to what."""
-    return f"{click.style(f'[{engine}]', fg='cyan')} {click.style(one_line(prompt), bold=True)}\n"
+    asked = one_line(prompt) or repr(prompt[:_BLANK])
+    return f"{click.style(f'[{engine}]', fg='cyan')} {click.style(asked, bold=True)}\n"
 
 
 def _engine(stream: OutputStream | None) -> str | None:

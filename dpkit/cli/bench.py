@@ -14,17 +14,18 @@ from dpkit.bench.arrivals import Arrivals
 from dpkit.bench.lengths import Fixed, parse_lengths
 from dpkit.bench.plan import Load
 from dpkit.bench.slo import parse_slo
-from dpkit.bench.trace import read_trace
 from dpkit.cli.benching import Bench, Forms
 from dpkit.config.checks import BadValue
 from dpkit.config.units import parse_duration
 from dpkit.errors import DpkitError
+from dpkit.traces import read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
     from dpkit.bench.lengths import Lengths
+    from dpkit.traces import Trace
 
 _REQUESTS = 100
 _CONCURRENCY = 16
@@ -73,14 +74,14 @@ _POSITIVE = click.FloatRange(min=0, min_open=True, max=1e6)
     default="poisson",
     show_default=True,
 )
-@click.option("--trace", type=click.Path(), help="Open loop: lengths and moments of a CSV file.")
+@click.option("--trace", type=click.Path(), help="Open loop: moments and lengths of a file.")
 @click.option("--speed", type=_POSITIVE, default=1.0, help="How much faster than the trace.")
 @click.option("--requests", type=_COUNT, help=f"So many are measured; {_REQUESTS} unless bounded.")
 @click.option("--duration", **_TIME, help="They begin within so long.")
 @click.option("--warm-up", **_WARM_UP, help="What comes before.")
 @click.option("--prompt-tokens", **_LENGTHS, help=f"{_PROMPT}, uniform:A,B or lognormal:M,S.")
 @click.option("--output-tokens", **_LENGTHS, help=f"Likewise; {_OUTPUT} unless given.")
-@click.option("--lengths", type=click.Path(), help="Lengths of a CSV file, row by row.")
+@click.option("--lengths", type=click.Path(), help="Lengths of such a file, one after the other.")
 @click.option("--prefix", type=click.IntRange(min=0), default=0, help="Tokens that all share.")
 @click.option("--ignore-eos", is_flag=True, help="Answers are as long as they may be.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default="greedy")
@@ -101,14 +102,15 @@ def command(**options: Any) -> int:
     _refuse_contradictions(options)
     warm_up_requests, warm_up_time = options["warm_up"] or (0, 0.0)
     trace = options["trace"] or options["lengths"]
-    seed = options["seed"]
+    # A new one each time: the same prompts again would be found in a server's prefix cache.
+    seed = secrets.randbelow(1_000_000) if options["seed"] is None else options["seed"]
     open_loop = options["rate"] or options["trace"]
     bounded = options["requests"] or options["duration"] or options["trace"]
     load = Load(
         rate=options["rate"],
         arrivals=Arrivals(options["arrivals"]),
         concurrency=None if open_loop else options["concurrency"] or _CONCURRENCY,
-        trace=read_trace(trace, arrivals=trace == options["trace"]) if trace else (),
+        trace=_trace(options, seed),
         replay=options["trace"] is not None,
         speed=options["speed"],
         prompt_tokens=_or_fixed(options["prompt_tokens"], trace, _PROMPT),
@@ -120,8 +122,7 @@ def command(**options: Any) -> int:
         ignore_eos=options["ignore_eos"],
         temperature=options["temperature"],
         timeout=options["timeout"],
-        # A new one each time: the same prompts again would be found in a server's prefix cache.
-        seed=secrets.randbelow(1_000_000) if seed is None else seed,
+        seed=seed,
     )
     forms = Forms(
         as_json=options["as_json"],
@@ -143,6 +144,14 @@ def command(**options: Any) -> int:
             api_key=_key(options["api_key_env"]),
         ).run
     )
+
+
+def _trace(options: dict[str, Any], seed: int) -> Trace | None:
+    if options["trace"]:
+        return read_trace(options["trace"], seed=seed)
+    if options["lengths"]:
+        return read_trace(options["lengths"], needs_times=False)
+    return None
 
 
 def _or_fixed(lengths: Lengths | None, trace: str | None, tokens: int) -> Lengths | None:

@@ -153,7 +153,7 @@ async def show_progress(generator: Generator) -> None:
     """Draw how far a load is, on a terminal's standard error, until cancelled."""
     console = Console(stderr=True)
     load = generator.load
-    total = load.requests or (len(load.trace) if load.replay else None)
+    total = load.requests or (len(load.trace.asks) if load.trace and load.replay else None)
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
         task = bar.add_task("", total=1.0)

@@ -30,16 +30,23 @@ def command(name: str | None, *, list_names: bool) -> None:
     A second fetch finds it there. The cache is $DPKIT_CACHE, else ~/.cache/dpkit.
     """
     if list_names:
-        for known, source in FETCHABLE.items():
-            sizes = f"{_megabytes(source.download)} to fetch, {_megabytes(source.disk)} on disk"
-            click.echo(f"{known}  {source.summary} ({source.licence}, {sizes})")
+        click.echo(_listed())
         return
     if name is None:
-        raise click.UsageError("which model? `dpkit fetch --list` lists them")
+        raise click.UsageError(f"which model? These can be fetched:\n{_listed()}")
     try:
         _fetch(name)
     except ModelNotFound as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(f"{error}\nThese can be fetched:\n{_listed()}") from error
+
+
+def _listed() -> str:
+    """What can be fetched, a line each."""
+    return "\n".join(
+        f"  {name}  {source.summary} ({source.licence}, {_megabytes(source.download)} to fetch, "
+        f"{_megabytes(source.disk)} on disk)"
+        for name, source in FETCHABLE.items()
+    )
 
 
 def _fetch(name: str) -> None:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import click
 from attrs import evolve
 
-from dpkit.cli.simulate import make_scenario, progress_bars, refuse_nowhere, write
+from dpkit.cli.simulate import (
+    STANDARD_OUTPUT,
+    json_option,
+    make_scenario,
+    progress_bars,
+    refuse_nowhere,
+    write,
+)
 from dpkit.config.checks import BadValue
 from dpkit.config.units import parse_duration
 
@@ -34,7 +41,7 @@ _FAILED = 1
 @click.option("--clients", type=click.IntRange(1, 1024), default=1, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
-@click.option("--json", "json_to", type=click.Path(), metavar="OUT", help="Write results as JSON.")
+@json_option
 def command(  # noqa: PLR0917 - click passes by keyword
     file: str | None,
     trace: str,
@@ -91,7 +98,8 @@ def command(  # noqa: PLR0917 - click passes by keyword
             needs.append(need)
     if json_to is not None:
         write(json_to, _json(needs))
-    click.echo(_text(needs, promise), nl=False)
+    if json_to != STANDARD_OUTPUT:
+        click.echo(_text(needs, promise), nl=False)
     return _FAILED if all(need.engines is None for need in needs) else 0
 
 

@@ -22,9 +22,24 @@ if TYPE_CHECKING:
     from dpkit.config.schema import Config
     from dpkit.simulate.run import Scenario
     from dpkit.simulate.study import Finding, Load
-    from dpkit.simulate.traces import Trace
+    from dpkit.traces import Trace
 
     Progress = Callable[[str, int, int], None]
+
+
+STANDARD_OUTPUT = "-"
+
+# Of commands that may write their results beside what they print. As a flag it is what it is for
+# all others: one JSON object on standard output, and nothing else.
+json_option = click.option(
+    "--json",
+    "json_to",
+    is_flag=False,
+    flag_value=STANDARD_OUTPUT,
+    type=click.Path(),
+    metavar="[OUT]",
+    help="Print one JSON object; with OUT, write it there instead.",
+)
 
 
 @click.command("simulate")
@@ -40,7 +55,7 @@ if TYPE_CHECKING:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 @click.option("--fault", "faults", multiple=True, metavar="PLAN", help="Such as kill:2@35%-65%.")
 @click.option("--jobs", type=click.IntRange(1), help="Runs side by side; default: one a core.")
-@click.option("--json", "json_to", type=click.Path(), metavar="OUT", help="Write results as JSON.")
+@json_option
 @click.option("--report", type=click.Path(), metavar="OUT", help="Write a page with plots.")
 def command(  # noqa: PLR0917 - click passes by keyword
     file: str | None,
@@ -89,16 +104,15 @@ def command(  # noqa: PLR0917 - click passes by keyword
         findings = compare(scenario, names, jobs=jobs, on_progress=on_progress)
         wall_s = time.perf_counter() - began
     results = [finding.result for finding in findings]
-    if json_to is not None:
-        write(json_to, to_json(results))
     head, tail = _head(scenario, found), _tail(findings, wall_s)
     if report is not None:
         from dpkit.simulate.report import to_html  # noqa: PLC0415 - for those who ask
 
         write(report, to_html(findings, title=head, tail=tail))
-    click.echo(head)
-    click.echo(to_table(results), nl=False)
-    click.echo(tail)
+    if json_to is not None:
+        write(json_to, to_json(results))
+    if json_to != STANDARD_OUTPUT:
+        click.echo(f"{head}\n{to_table(results)}{tail}")
 
 
 def make_scenario(
@@ -159,8 +173,8 @@ def _config(file: str | None, trace: str, overrides: Sequence[str]) -> Config:
 
 
 def _trace(name: str, rows: int | None, seed: int) -> Trace:
-    from dpkit.simulate.traces import read_trace  # noqa: PLC0415 - `--help` needs none
     from dpkit.simulate.workloads import WORKLOADS, make_workload  # noqa: PLC0415 - likewise
+    from dpkit.traces import read_trace  # noqa: PLC0415 - `--help` needs none
 
     if name in WORKLOADS:
         return make_workload(name, rows=rows, seed=seed)
@@ -175,19 +189,28 @@ def refuse_nowhere(option: str, path: str | None) -> None:
     """Tell before a simulation rather than after it that its results could not be written.
 
     Raises:
-        click.UsageError: the directory of `path` is not there, or `path` is one itself.
+        click.UsageError: the directory of `path` is not there, `path` is one itself, or it is a
+            config, which results would replace.
     """
-    if path is None:
+    if path is None or path == STANDARD_OUTPUT:
         return
     if not Path(path).absolute().parent.is_dir():
         raise click.UsageError(f"{option} {path}: there is no such directory")
     if Path(path).is_dir():
         raise click.UsageError(f"{option} {path}: it is a directory; name a file in it")
+    if path.endswith(".toml"):
+        raise click.UsageError(
+            f"{option} {path}: results are no config; put FILE before {option}, which takes the "
+            "next word for its own"
+        )
 
 
 def write(path: str, text: str) -> None:
-    """Write a file whole; an `OSError` is for `dpkit.cli.main` to tell."""
-    Path(path).write_text(text, encoding="utf-8")
+    """Write a file whole, or standard output; an `OSError` is for `dpkit.cli.main` to tell."""
+    if path == STANDARD_OUTPUT:
+        click.echo(text, nl=False)
+    else:
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def _head(scenario: Scenario, load: Load) -> str:

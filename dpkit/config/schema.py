@@ -311,6 +311,12 @@ class Config:
         if found:
             raise Conflict(found)
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all engines compute alike: each says what any other would have said."""
+        vllm = EngineKind.VLLM
+        return len({(e.kind is vllm, e.dtype, e.quant, e.device) for e in self.engines}) == 1
+
     def steps_together(self, group: EngineGroupConfig) -> bool:
         """Whether the engines of one of its groups step together, in waves: tasks here do not."""
         return (

@@ -39,6 +39,7 @@ class EngineCoreStatistics:
     steps: int
     requests_finished: int  # stop or length
     requests_aborted: int
+    requests_taken_back: int  # waited, and went elsewhere: neither finished nor aborted
     requests_refused: int
     prompt_tokens: int  # of requests that gave a first token
     output_tokens: int
@@ -113,7 +114,8 @@ class EngineCore:
         A request that runs is left alone, also while its first step is in flight.
         """
         taken = [each for each in request_ids if each in self._scheduler.waiting]
-        self.abort(taken)
+        for request_id in taken:
+            self._scheduler.abort(request_id, is_taken_back=True)
         return taken
 
     def end(self) -> None:

@@ -46,6 +46,7 @@ class Counters:
     steps: int = 0
     requests_finished: int = 0  # stop or length
     requests_aborted: int = 0
+    requests_taken_back: int = 0  # waited, and went elsewhere
     prompt_tokens: int = 0  # of requests that gave a first token
     output_tokens: int = 0
     preemptions: int = 0
@@ -123,10 +124,11 @@ class Scheduler:
         self._waiting_tokens += len(request.token_ids)
         self.generated_tokens += request.num_outputs
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, is_taken_back: bool = False) -> None:
         """Drop a request, whatever its state; unknown ids are ignored.
 
-        Its blocks are free at once, or when the step in flight has been applied.
+        Its client has left, or will have it elsewhere (`is_taken_back`). Its blocks are free at
+        once, or when the step in flight has been applied.
         """
         request = self.running.pop(request_id, None)
         if request is None:
@@ -137,7 +139,8 @@ class Scheduler:
             self._stop_running(request)
         self.generated_tokens -= request.num_outputs
         request.move_to(FinishReason.ABORT)
-        self.counters.requests_aborted += 1
+        self.counters.requests_taken_back += is_taken_back
+        self.counters.requests_aborted += not is_taken_back
         if request not in self._step:
             self._release(request)
 

@@ -292,6 +292,7 @@ class Builder:
             retries=admission.retries,
             retry_budget=admission.retry_budget,
             resume=admission.resume,
+            moves=admission.resume or self._config.is_uniform,
         )
 
     @property

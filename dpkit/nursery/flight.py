@@ -84,6 +84,8 @@ class Limits:
     retry_budget: float = 0.2
     """Share of all requests that may be such placements, when losses add up."""
     resume: bool = False
+    moves: bool = True
+    """Whether an answer that has begun may go on elsewhere because its engine has given it up."""
 
 
 @frozen(kw_only=True)
@@ -261,14 +263,14 @@ def has_budget(
     error: EngineLost,
     retries: RetryBudget,
     events: EventLog,
+    limits: Limits,
     *,
-    share: float,
     of: int,
 ) -> bool:
-    """Whether a request of a lost engine may be placed anew: such a share of so many may be."""
+    """Whether a request of a lost engine may be placed anew: a share of so many may be."""
     engine = flight.engine
     assert engine is not None  # noqa: S101 - or it could not have been lost
-    if retries.take(engine, trio.current_time(), share=share, requests=of):
+    if retries.take(engine, trio.current_time(), share=limits.retry_budget, requests=of):
         return True
     error.args = (not_retried(error),)  # the error was made for this request alone
     events.emit(EventKind.RETRY_REFUSED, engine=engine, request_id=flight.request.request_id)

@@ -8,6 +8,7 @@ and nothing of prompts or text. Who waits, and who goes next, is `dpkit.nursery.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -144,7 +145,7 @@ class Flights:
         self._dispatch.on_report(engine, report, now=trio.current_time())
         if self.line:
             self.fill()
-        self.rescue.look(engine, report, self._dispatch, resume=self._limits.resume)
+        self.rescue.look(engine, report, self._dispatch, moves=self._limits.moves)
 
     # A request's life.
 
@@ -329,31 +330,30 @@ class Flights:
         """Place a request of a lost engine anew, if it may be; that engine is no candidate now."""
         if not isinstance(error, EngineLost) or self._refusal is ClusterClosed:
             return False
-        resume = self._limits.resume
-        if not flight.may_go_elsewhere(resume=resume):
+        if not flight.may_go_elsewhere(resume=self._limits.resume):
             return False
-        share = self._limits.retry_budget
-        if not has_budget(flight, error, self.retries, self._events, share=share, of=len(self)):
+        if not has_budget(flight, error, self.retries, self._events, self._limits, of=len(self)):
             return False
         flight.retries_left -= 1
         flight.retries += 1
         self.resumed += bool(flight.delivered)
         self.retried += not flight.delivered
-        resumed, retried = EventKind.REQUEST_RESUMED, EventKind.REQUEST_RETRIED
-        self._requeue(flight, resumed if flight.delivered else retried)
+        kind = EventKind.REQUEST_RESUMED if flight.delivered else EventKind.REQUEST_RETRIED
+        self._requeue(flight, kind, self._limits.queue_timeout)
         self.fill()
         return True
 
     def _place_anew(self, engine: EngineId, flight: Flight) -> None:
-        """Its engine has given it up, as it was asked to."""
-        self._requeue(flight, EventKind.REQUEST_TAKEN_BACK)
+        """Its engine has given it up, as it was asked to; what has begun waits as long as there."""
+        patience_s = math.inf if flight.delivered else self._limits.queue_timeout
+        self._requeue(flight, EventKind.REQUEST_TAKEN_BACK, patience_s)
         if not flight.answered:
             self._membership.on_inconclusive(engine)
 
-    def _requeue(self, flight: Flight, kind: EventKind) -> None:
+    def _requeue(self, flight: Flight, kind: EventKind, patience_s: float) -> None:
         """Let a request have its turn again, before those that never had one."""
         self._leave_engine(flight)
-        flight.go_elsewhere(trio.current_time() + self._limits.queue_timeout)
+        flight.go_elsewhere(trio.current_time() + patience_s)
         self._events.emit(kind, request_id=flight.request.request_id)
         self.line.put(flight, front=True)
         self._set_alarm(flight)

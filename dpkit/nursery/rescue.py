@@ -5,6 +5,10 @@ preempted, may be given up. At the client it goes to whichever engine has room f
 pass it that have room now; an engine lets nobody pass who waits. Looks at what engines report, and
 asks those for it. The engine's answer decides; whoever owns the requests places them anew. Only
 where requests are bound late, and by one client: else they would be sent at once, to wait again.
+
+An answer that was preempted has its tokens computed anew wherever it goes on, and what it says next
+follows from those and its seed alone. So where all engines compute alike nothing is lost by moving
+it, whatever `resume` says of answers whose engine was lost.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ class Rescue:
         self._asked.discard(engine)
 
     def look(
-        self, engine: EngineId, report: StepReport, dispatch: EarlyDispatch, *, resume: bool
+        self, engine: EngineId, report: StepReport, dispatch: EarlyDispatch, *, moves: bool
     ) -> None:
         """Ask a starved engine for what waits there.
 
@@ -77,30 +81,36 @@ class Rescue:
             engine: Who has just told of a step.
             report: What it told.
             dispatch: Knows where there is room.
-            resume: Whether requests may go on elsewhere that have delivered something.
+            moves: `Limits.moves`; what leaves a cluster may be other than what takes its place.
         """
         room = self._rooms.get(engine)
         if room is None or engine in self._asked or not is_starved(report, room):
             return
         if not isinstance(dispatch, LateDispatch) or dispatch.books[1].client_count > 1:
             return
-        waiting = self._waiting(engine, report, dispatch, resume=resume)
-        if wanted := [flight.request.request_id for flight in waiting]:
+        moves = moves and engine in dispatch.books[1].engines
+        waiting = self._waiting(engine, report, dispatch)
+        if wanted := [name for name, flight in waiting if self._may_move(flight, moves=moves)]:
             self._asked.add(engine)
             self._links[engine].take_back(wanted, self._on_taken)
 
     def _waiting(
-        self, engine: EngineId, report: StepReport, dispatch: LateDispatch, *, resume: bool
-    ) -> Iterator[Flight]:
+        self, engine: EngineId, report: StepReport, dispatch: LateDispatch
+    ) -> Iterator[tuple[str, Flight]]:
         """Those that probably wait, newest first: an engine runs what came first."""
         ledger, _ = dispatch.books
         known = ledger.requests(engine)[: report.acknowledged - report.sent or None]
         for request_id in reversed(known[-report.waiting :]):
-            flight = self._flights.get(request_id)
-            if flight is None or flight.request.engine is not None:
-                continue
-            if not flight.delivered or resume or flight.request.resume:
-                yield flight
+            if (flight := self._flights.get(request_id)) is not None:
+                yield request_id, flight
+
+    def _may_move(self, flight: Flight, *, moves: bool) -> bool:
+        """Whether a request may go to whichever engine: to one too small for it, it could not."""
+        request = flight.request
+        if request.engine is not None or (flight.delivered and not (moves or request.resume)):
+            return False
+        needs = len(request.prompt_token_ids) + request.sampling.max_tokens - 1
+        return all(needs <= room.kv_tokens for room in self._rooms.values())
 
     @trio.lowlevel.enable_ki_protection
     def _on_taken(self, engine: EngineId, request_ids: Sequence[str]) -> None:

@@ -36,7 +36,8 @@ class EngineTotals:
     """What an engine has done in all its lives. No count ever goes down."""
 
     requests: int = 0
-    """Finished or aborted; one that went on elsewhere counts on each engine."""
+    """Finished or aborted; one that went on elsewhere counts on each engine, but for those that it
+    had not begun and was asked to give back."""
     prompt_tokens: int = 0
     """Of requests that gave a first token."""
     output_tokens: int = 0

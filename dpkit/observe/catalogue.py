@@ -180,6 +180,11 @@ DPKIT = (
         of=_CLUSTER,
     ),
     _counter(
+        "dpkit:requests_taken_back_total",
+        "Had back from an engine that did not run them, and placed anew; no abort of the engine's.",
+        of=_CLUSTER,
+    ),
+    _counter(
         "dpkit:retries_refused_total", "Lost for want of admission.retry_budget.", of=_CLUSTER
     ),
     _counter(
@@ -198,6 +203,11 @@ DPKIT = (
     _gauge(
         "dpkit:engines_without_load",
         "Ready engines that have served for 10 s and never told their load.",
+        of=_CLUSTER,
+    ),
+    _gauge(
+        "dpkit:engines_unreported",
+        "Engines that may be picked and have told some client nothing of their work, yet or ever.",
         of=_CLUSTER,
     ),
     _gauge("dpkit:engines_ejected", "Engines that are left out for a while.", of=_CLUSTER),

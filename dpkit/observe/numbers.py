@@ -49,6 +49,12 @@ class ClusterNumbers:
         return max(loads, default=0) - min(loads, default=0)
 
     @property
+    def unreported(self) -> int:
+        """Engines of whose work some client knows only what it has sent there."""
+        clients = self.statistics.clients
+        return len({engine for client in clients for engine in client.unreported})
+
+    @property
     def inflight(self) -> Mapping[str, int]:
         """Unfinished requests by rank as a label, by the clients' books."""
         ranks = {each.engine: str(each.rank) for each in self.engines}

@@ -127,6 +127,7 @@ def _cluster(cluster: ClusterNumbers, of: tuple[str, ...]) -> Iterator[Row]:
         yield "dpkit:snapshot_age_seconds", of, cluster.now - published_at
     yield "dpkit:scheduler_imbalance", of, cluster.imbalance
     yield "dpkit:engines_without_load", of, cluster.silent
+    yield "dpkit:engines_unreported", of, cluster.unreported
     yield "dpkit:engines_ejected", of, now.health.ejected
     yield "dpkit:ejections_total", of, now.health.ejections
     yield "dpkit:engines_on_probation", of, now.health.on_probation
@@ -139,6 +140,7 @@ def _cluster(cluster: ClusterNumbers, of: tuple[str, ...]) -> Iterator[Row]:
     yield "dpkit:requests_refused_total", of, sum(each.admission.refused for each in clients)
     yield "dpkit:requests_retried_total", of, sum(each.retried for each in clients)
     yield "dpkit:requests_resumed_total", of, sum(each.resumed for each in clients)
+    yield "dpkit:requests_taken_back_total", of, sum(each.taken_back for each in clients)
     yield "dpkit:retries_refused_total", of, sum(each.retries_refused for each in clients)
     yield "dpkit:late_outputs_total", of, sum(each.late_outputs for each in clients)
 

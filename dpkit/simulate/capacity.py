@@ -21,7 +21,7 @@ from dpkit.names import PolicyName
 from dpkit.nursery.cluster import open_cluster
 from dpkit.simulate.prompts import prompt_of
 from dpkit.simulate.run import bare_interrupt, seldom_collected
-from dpkit.simulate.traces import BLOCK_TOKENS
+from dpkit.traces import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dpkit.messages import EngineOutput
     from dpkit.nursery.cluster import Cluster
     from dpkit.simulate.run import Scenario
-    from dpkit.simulate.traces import Ask
+    from dpkit.traces import Ask
 
 LOOK_AHEAD = 128
 """Requests at the head of the queue that are looked at for one that suits an engine."""

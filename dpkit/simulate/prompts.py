@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpkit.simulate.traces import BLOCK_IDS, BLOCK_TOKENS
+from dpkit.traces import BLOCK_IDS, BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from dpkit.simulate.traces import Ask
+    from dpkit.traces import Ask
 
 _OWN = BLOCK_IDS
 """Tokens from here on are one prompt's alone."""

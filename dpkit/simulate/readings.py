@@ -17,7 +17,7 @@ from attrs import fields
 from dpkit.costmodel import StepCost
 from dpkit.errors import ConfigError
 from dpkit.simulate.fit import Served, Step
-from dpkit.simulate.traces import read_lines
+from dpkit.traces import read_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

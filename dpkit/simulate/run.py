@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from dpkit.nursery.client import Client
     from dpkit.nursery.cluster import Cluster
     from dpkit.simulate.meter import Answer
-    from dpkit.simulate.traces import Ask, Trace
     from dpkit.testing.faults import FaultyModel
+    from dpkit.traces import Ask, Trace
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from dpkit.simulate.traces import Ask, Trace
+from dpkit.traces import Ask, Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

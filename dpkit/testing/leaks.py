@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
 SHARED = ("eventpoll", "socket:")
 """Descriptors that the interpreter's own machinery may open late and keep."""
+
+PATIENCE = 1.0
+"""Seconds of the wall clock within which a thread may end that nobody waits for any more.
+
+On a virtual clock, who waits for one with a time limit gives up as soon as nothing else happens."""
 
 
 class Leaked(DpkitError):  # noqa: N818 - reads as what happened
@@ -83,9 +89,17 @@ def leak_check(*, ignore: Collection[str] = ()) -> Iterator[None]:
     yield
     if Belongings.now().beyond(before):
         gc.collect()  # only when in doubt: it costs more than most tests
+        _await_threads(before)
     left = Belongings.now().beyond(before)
     if left := [each for each in left if not any(word in each for word in ignore)]:
         raise Leaked(f"left behind: {', '.join(left)}")
+
+
+def _await_threads(before: Belongings) -> None:
+    """Give those that are about to end the time to: tasks and descriptors would not use it."""
+    give_up = time.monotonic() + PATIENCE
+    while set(_own_threads()) - before.threads and time.monotonic() < give_up:
+        time.sleep(0.001)
 
 
 def _own_threads() -> Iterator[threading.Thread]:

@@ -279,6 +279,7 @@ class EngineReport(Struct, array_like=True):
     prefill_context: Amount = 0.0
     sent: Count = 0  # requests of this frontend that have come
     acknowledged: Count = 0  # those of them that the numbers reckon with
+    requests_taken_back: Count = 0
 
 
 class SchedulerStats(Struct, kw_only=True):

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from dpkit.cli.bench import command
+from tests.documented import output_of, page
 
-PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+PAGE = page("bench.md")
 
 OPTIONS = sorted(option for each in command.params for option in each.opts if option[:2] == "--")
 
 
 def test_its_program_runs() -> None:
-    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
-    )
-    assert (process.stdout, process.stderr) == ("20 160\n", "")
+    assert output_of(PAGE) == "20 160\n"
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -17,10 +17,11 @@ from dpkit.bench.record import Outcome
 from dpkit.bench.session import run_bench
 from dpkit.bench.slo import parse_slo
 from dpkit.bench.target import Target
-from dpkit.bench.trace import Row
 from dpkit.config.load import parse_config
 from dpkit.nursery.cluster import open_cluster
 from dpkit.testing.idle import check_idle
+from dpkit.traces import Ask as Came
+from dpkit.traces import Trace
 from tests.nursery.lab import STEP_S
 
 if TYPE_CHECKING:
@@ -151,8 +152,8 @@ async def test_none_begins_after_the_duration_and_all_end(autojump_clock) -> Non
 
 
 async def test_a_trace_is_replayed_at_its_moments(autojump_clock) -> None:
-    rows = tuple(Row(prompt_tokens=4, output_tokens=n, arrival=n) for n in (1, 2, 4))
-    load = Load(trace=rows, replay=True, speed=2.0, ignore_eos=True)
+    came = (Came(arrival_s=n, prompt_tokens=4, output_tokens=n) for n in (1, 2, 4))
+    load = Load(trace=Trace(name="t", asks=tuple(came)), replay=True, speed=2.0, ignore_eos=True)
     async with timed(load) as target:
         report = await run_bench(target, load)
     begun = [record.began - report.origin for record in report.records]

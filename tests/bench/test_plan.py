@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import random
 import re
@@ -15,11 +14,10 @@ from dpkit.bench.arrivals import Arrivals, at_rate, from_trace
 from dpkit.bench.lengths import BadLength, Fixed, LogNormal, Uniform, parse_lengths
 from dpkit.bench.plan import Load, asks
 from dpkit.bench.prompts import WORDS, PromptMaker
-from dpkit.bench.trace import BadTrace, Row, read_trace
+from dpkit.traces import Ask as Came
+from dpkit.traces import Trace
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from dpkit.bench.plan import Ask
 
 IDS = tuple(range(1000, 1200))
@@ -29,6 +27,12 @@ def ids_of(ask: Ask) -> tuple[int, ...]:
     """Of a prompt of token ids."""
     assert ask.prompt.ids is not None
     return ask.prompt.ids
+
+
+def trace_of(*rows: tuple[float, int, int]) -> Trace:
+    """Of moments, and lengths of prompts and answers."""
+    asks = (Came(arrival_s=at, prompt_tokens=p, output_tokens=o) for at, p, o in rows)
+    return Trace(name="t", asks=tuple(asks))
 
 
 def take(load: Load, count: int, **options):
@@ -161,81 +165,19 @@ def test_blocks_that_do_not_fill_a_prompt_are_followed_by_its_own_tokens() -> No
     assert one[512:] != two[512:]
 
 
-def test_a_trace_is_read_with_its_blocks_packed_or_not(tmp_path: Path) -> None:
-    text = "arrival_s,prompt_tokens,output_tokens,blocks\n0.000,5,7,0 1\n1.5,600,1,\n"
-    plain, packed = tmp_path / "t.csv", tmp_path / "t.csv.gz"
-    plain.write_text(text)
-    packed.write_bytes(gzip.compress(text.encode()))
-    rows = (
-        Row(prompt_tokens=5, output_tokens=7, arrival=0.0, blocks=(0, 1)),
-        Row(prompt_tokens=600, output_tokens=1, arrival=1.5),
-    )
-    assert read_trace(str(plain)) == read_trace(str(packed)) == rows
-
-
 def test_a_trace_is_replayed_once_and_in_order() -> None:
-    rows = tuple(Row(prompt_tokens=n, output_tokens=2 * n, arrival=3.0 + n) for n in (1, 2, 3))
-    every = take(Load(trace=rows, replay=True, speed=2.0), 99)
+    trace = trace_of((4.0, 1, 2), (5.0, 2, 4), (6.0, 3, 6))
+    every = take(Load(trace=trace, replay=True, speed=2.0), 99)
     assert [each.start for each in every] == [0.0, 0.5, 1.0]
     assert [len(ids_of(each)) for each in every] == [1, 2, 3]
     assert [each.max_tokens for each in every] == [2, 4, 6]
 
 
 def test_lengths_of_a_file_come_again_from_the_first() -> None:
-    rows = tuple(Row(prompt_tokens=n, output_tokens=n) for n in (1, 2))
-    assert [each.max_tokens for each in take(Load(concurrency=1, trace=rows), 5)] == [1, 2, 1, 2, 1]
+    load = Load(concurrency=1, trace=trace_of((0, 1, 1), (0, 2, 2)))
+    assert [each.max_tokens for each in take(load, 5)] == [1, 2, 1, 2, 1]
 
 
 def test_a_length_that_is_given_wins_over_that_of_a_file() -> None:
-    rows = (Row(prompt_tokens=600, output_tokens=8, blocks=(1,)),)
-    load = Load(concurrency=1, trace=rows, output_tokens=Fixed(3))
+    load = Load(concurrency=1, trace=trace_of((0, 600, 8)), output_tokens=Fixed(3))
     assert [(len(ids_of(each)), each.max_tokens) for each in take(load, 2)] == [(600, 3)] * 2
-
-
-def test_a_file_of_lengths_needs_no_moments(tmp_path: Path) -> None:
-    file = tmp_path / "lengths.csv"
-    file.write_text("prompt_tokens,output_tokens\n5,7\n")
-    [row] = read_trace(str(file), arrivals=False)
-    assert (row.prompt_tokens, row.output_tokens) == (5, 7)
-    said = "no column arrival_s; the first line is to name prompt_tokens, output_tokens, arrival_s"
-    with pytest.raises(BadTrace, match=said):
-        read_trace(str(file))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "no column arrival_s, output_tokens, prompt_tokens; the first line"),
-        ("arrival_s,prompt_tokens,output_tokens\n", "it has no rows"),
-        ("arrival_s,prompt_tokens,output_tokens\n0,x,1\n", "line 2: invalid literal"),
-        ("arrival_s,prompt_tokens,output_tokens\n0,1\n", "line 2: int() argument"),
-        ("arrival_s,prompt_tokens,output_tokens\n0,0,1\n", "line 2: lengths are 1 token at least"),
-        (
-            "arrival_s,prompt_tokens,output_tokens\n2,1,1\n1,1,1\n",
-            "line 3: arrival_s = 1 is before that of the line before",
-        ),
-        ("arrival_s,prompt_tokens,output_tokens\nnan,1,1\n", "line 2: arrival_s = nan is before"),
-    ],
-)
-def test_a_trace_that_is_wrong_is_refused_with_its_line(tmp_path: Path, text, said: str) -> None:
-    file = tmp_path / "t.csv"
-    file.write_text(text)
-    with pytest.raises(BadTrace, match=re.escape(f"reading the trace {file}: {said}")):
-        read_trace(str(file))
-
-
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [
-        ("none.csv", None),
-        ("t.csv", b"\xff\xfe\x00"),
-        ("t.csv.gz", b"no gzip"),
-        ("u.csv.gz", gzip.compress(b"arrival_s" * 999)[:40]),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, name: str, data) -> None:
-    file = tmp_path / name
-    if data is not None:
-        file.write_bytes(data)
-    with pytest.raises(BadTrace, match=r"reading the trace .*; it is to be a CSV file"):
-        read_trace(str(file))

@@ -15,7 +15,6 @@ from dpkit.bench.record import Outcome
 from dpkit.bench.report import Report, notes_of
 from dpkit.bench.slo import Slo
 from dpkit.bench.summary import summarise
-from dpkit.bench.svg import Axis, Plot, round_step, short
 from dpkit.bench.text import markdown_report, text_report
 from tests.bench.test_statistics import record
 
@@ -174,32 +173,3 @@ def test_a_histogram_has_every_sample_in_one_bar() -> None:
         first = next(iter(plots(report_of(records))))
         counts = [int(each) for each in re.findall(r": (\d+)</title>", first.render())]
         assert sum(counts) == sum(each.ttft is not None for each in records)
-
-
-@pytest.mark.parametrize(
-    ("rough", "step"), [(0.7, 1.0), (1.0, 1.0), (1.1, 2.0), (3.0, 5.0), (6.0, 10.0), (130.0, 200.0)]
-)
-def test_ticks_are_round(rough: float, step: float) -> None:
-    assert round_step(rough) == pytest.approx(step)
-
-
-def test_axes_name_what_is_there() -> None:
-    assert Axis("s", 0, 10).ticks() == pytest.approx([0, 2, 4, 6, 8, 10])
-    assert Axis("ms", 1, 1000, is_log=True).ticks() == pytest.approx(
-        [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
-    )
-    assert Axis("ms", 1, 1e6, is_log=True).ticks() == pytest.approx([10.0**e for e in range(7)])
-    names = tuple(f"e-{each}" for each in range(20))
-    axis = Axis("", -0.5, 19.5, names=names)
-    assert [axis.named(tick) for tick in axis.ticks()] == list(names[::3])
-    assert [short(value) for value in (0.5, 999, 1000, 12_500, 3e6)] == [
-        *("0.5", "999", "1k", "12.5k", "3M")
-    ]
-
-
-def test_several_series_have_a_key_and_one_has_none() -> None:
-    plot = Plot("t", Axis("x", 0, 1), Axis("y", 0, 1))
-    plot.dots([(0, 0)], 0, "one<")
-    assert "one" not in plot.render()
-    plot.dots([(1, 1)], 1, "two")
-    assert "one&lt;" in plot.render()

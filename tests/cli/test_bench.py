@@ -111,9 +111,24 @@ def test_a_server_is_asked_and_reported_in_every_form(tmp_path: Path) -> None:
     assert "| requests | 20 finished, 0 failed |" in markdown
 
 
-def test_a_trace_gives_moments_and_lengths(file: str, tmp_path: Path) -> None:
-    trace = tmp_path / "t.csv"
-    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,2\n1,6,3\n2,7,4\n")
+MOONCAKE = """\
+{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [0]}
+{"timestamp": 1000, "input_length": 6, "output_length": 3, "hash_ids": [0]}
+{"timestamp": 2000, "input_length": 7, "output_length": 4, "hash_ids": [1]}
+"""
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,5,2
+2023-11-16 18:17:04.9799600,6,3
+2023-11-16 18:17:05.9799600,7,4
+"""
+OWN = "arrival_s,prompt_tokens,output_tokens\n0,5,2\n1,6,3\n2,7,4\n"
+
+
+@pytest.mark.parametrize("text", [OWN, AZURE, MOONCAKE], ids=["own", "azure", "mooncake"])
+def test_a_trace_gives_moments_and_lengths(file: str, tmp_path: Path, text: str) -> None:
+    trace = tmp_path / "t"
+    trace.write_text(text)
     replayed = bench_json(file, "--trace", str(trace), "--speed", "100", "--ignore-eos")
     assert (replayed["prompt_tokens"], replayed["output_tokens"]) == (18, 9)
     lengths = bench_json(file, "--lengths", str(trace), "--requests", "4", "--ignore-eos")
@@ -282,5 +297,5 @@ def test_what_contradicts_itself_is_refused(args: tuple[str, ...], said: str) ->
 
 
 def test_a_trace_that_is_not_there_is_told_of(capsys) -> None:
-    assert main(["bench", "--trace", "/no/such/trace.csv"]) == 1
-    assert "error: reading the trace /no/such/trace.csv: " in capsys.readouterr().err
+    assert main(["bench", "--trace", "/no/such/trace.csv"]) == 2
+    assert "error: /no/such/trace.csv: it cannot be read: " in capsys.readouterr().err

@@ -190,6 +190,14 @@ def test_a_long_prompt_has_a_header_of_one_line(config, capsys) -> None:
     assert len(header) == len("[echo-0] ") + 80
 
 
+@pytest.mark.parametrize(("prompt", "shown"), [("", "''"), (" \t" * 50, repr(" \t" * 10))])
+def test_a_prompt_in_which_there_is_nothing_to_see_is_quoted(
+    config, capsys, prompt: str, shown: str
+) -> None:
+    main(["run", config, "--prompt", prompt, "--max-tokens", "1"])
+    assert capsys.readouterr().out.splitlines()[0] == f"[echo-0] {shown}"
+
+
 def test_a_name_with_spaces_was_meant_as_a_prompt(config, capsys) -> None:
     assert main(["run", "What is the time?"]) == 2
     err = capsys.readouterr().err

@@ -17,10 +17,11 @@ from dpkit.config.schema import (
     EngineGroupConfig,
     KvConfig,
     LogLevel,
+    VllmConfig,
 )
 from dpkit.config.structure import structure
 from dpkit.errors import ConfigError
-from dpkit.names import EngineKind
+from dpkit.names import Dtype, EngineKind, Quant
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -298,3 +299,24 @@ def test_values_in_messages_stay_short_and_on_one_line() -> None:
     assert quote("x" * 100) == f"'{'x' * 55}...'"
     assert "\n" not in describe("a\nb")
     assert describe(2**70) == "an integer of more than 64 bits"
+
+
+@pytest.mark.parametrize(
+    ("second", "alike"),
+    [
+        ({}, True),
+        ({"kind": EngineKind.PROCESS}, True),
+        ({"dtype": Dtype.FLOAT32}, False),
+        ({"quant": Quant.INT4}, False),
+        ({"device": "cuda"}, False),
+        ({"kind": EngineKind.VLLM, "vllm": VllmConfig(handshake="tcp://10.0.0.1:29550")}, False),
+    ],
+)
+def test_engines_compute_alike_if_nothing_that_decides_on_tokens_differs(
+    second: dict[str, Any], alike: bool
+) -> None:
+    groups = [
+        EngineGroupConfig(name="a", model="m"),
+        EngineGroupConfig(name="b", model="m", **second),
+    ]
+    assert Config(engines=groups).is_uniform is alike

@@ -28,6 +28,9 @@ def test_what_waits_is_given_up_and_what_runs_is_not(make_core: MakeCore, ask: A
     core.step()
     core.check()
     assert not core.has_requests()
+    done = core.statistics()
+    counts = (done.requests_finished, done.requests_aborted, done.requests_taken_back)
+    assert counts == (1, 0, 2), "it did not abort them"
 
 
 def test_what_was_preempted_is_given_up(make_core: MakeCore, ask: Ask) -> None:
@@ -41,4 +44,5 @@ def test_what_was_preempted_is_given_up(make_core: MakeCore, ask: Ask) -> None:
     while core.has_requests():
         core.step()
     assert core.statistics().requests_finished == 1
+    assert core.statistics().requests_taken_back == 1
     assert core.statistics().free_blocks == 4

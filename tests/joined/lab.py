@@ -18,7 +18,6 @@ import trio
 import zmq
 from msgspec.structs import replace
 
-from dpkit.config.load import parse_config
 from dpkit.engine.limits import EngineLimits
 from dpkit.names import EngineState
 from dpkit.nursery.cluster import open_cluster
@@ -46,19 +45,17 @@ from dpkit.wire.structs import (
     WireOutput,
 )
 from dpkit.wire.zsocket import open_context, open_zsocket
+from tests.clusters import is_idle, make_config, slot_of
+from tests.waiting import LIMIT_S, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from dpkit.config.schema import Config
     from dpkit.nursery.cluster import Cluster
-    from dpkit.nursery.events import Event, EventKind
-    from dpkit.nursery.slot import EngineSlot
     from dpkit.wire.structs import Addresses, Init, WireRequest
     from dpkit.wire.zsocket import ZSocket
 
-LIMIT_S = 15.0
 SUPERVISION = 'backoff = "1ms", backoff_max = "5ms", jitter = 0.0'
 LIMITS = EngineLimits(
     max_num_seqs=8, max_num_batched_tokens=64, block_size=4, num_blocks=256, max_model_len=1024
@@ -93,11 +90,6 @@ def group(
     """
 
 
-def make_config(*groups: str, settings: str = "") -> Config:
-    """A config of these groups; all that may be random is not."""
-    return parse_config("\n".join([settings, *groups]), overrides=["cluster.seed=1"])
-
-
 @asynccontextmanager
 async def open_joined(*groups: str, settings: str = "", clients: int = 1) -> AsyncIterator[Cluster]:
     """Open a cluster; when its block ends well, it must be idle."""
@@ -107,25 +99,6 @@ async def open_joined(*groups: str, settings: str = "", clients: int = 1) -> Asy
         await until(lambda: is_idle(cluster))
         check_idle(cluster)
     assert cluster.audit() == ()
-
-
-def is_idle(cluster: Cluster) -> bool:
-    """Whether every engine that serves has said that it has nothing to do, and the books agree."""
-    now = cluster.statistics()
-    busy = any(each.core.running or each.core.waiting for each in now.engines)
-    return not (busy or cluster.audit())
-
-
-async def until(holds: Callable[[], object], *, limit: float = LIMIT_S) -> None:
-    """Wait until something is so."""
-    with trio.fail_after(limit):
-        while not holds():  # noqa: ASYNC110 - what is over sockets sets no events
-            await trio.sleep(0.002)
-
-
-def slot_of(cluster: Cluster, name: str) -> EngineSlot:
-    """The place of an engine."""
-    return next(slot for slot in cluster._slots if slot.name == name)
 
 
 def life_of(cluster: Cluster, name: str) -> JoinedLife:
@@ -139,18 +112,6 @@ def serves(cluster: Cluster, name: str, epoch: int = 0) -> bool:
     """Whether a life of an engine serves, from a certain one on."""
     slot = slot_of(cluster, name)
     return slot.engine.epoch >= epoch and slot.state is EngineState.READY
-
-
-def told(cluster: Cluster, *kinds: EventKind, of: str | None = None) -> list[Event]:
-    """The events of these kinds (of an engine), oldest first."""
-
-    def events() -> Iterator[Event]:
-        for event in cluster.events:
-            about = None if event.engine is None else event.engine.name
-            if event.kind in kinds and of in {None, about}:
-                yield event
-
-    return list(events())
 
 
 class Puppet:

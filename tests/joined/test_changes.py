@@ -15,20 +15,18 @@ from dpkit.names import EngineState
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
 from dpkit.testing.leaks import Belongings
+from tests.clusters import make_config, slot_of, told
 from tests.joined.lab import (
     free_address,
     group,
     life_of,
-    make_config,
     open_joined,
     open_living,
     open_puppet,
     open_two,
     serves,
-    slot_of,
-    told,
-    until,
 )
+from tests.waiting import until
 
 QUICK = 'join_timeout = "300ms", dead_after = "10s", abort_timeout = "300ms"'
 PATIENT = QUICK.replace('join_timeout = "300ms"', 'join_timeout = "1s"')

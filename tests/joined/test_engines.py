@@ -18,18 +18,10 @@ from dpkit.names import Cause
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
 from dpkit.testing.conformance import check_link
-from tests.joined.lab import (
-    free_address,
-    group,
-    life_of,
-    make_config,
-    open_engine,
-    open_joined,
-    serves,
-    told,
-    until,
-)
+from tests.clusters import make_config, told
+from tests.joined.lab import free_address, group, life_of, open_engine, open_joined, serves
 from tests.processes.test_same import answers
+from tests.waiting import until
 
 if TYPE_CHECKING:
     import subprocess

@@ -22,19 +22,17 @@ from dpkit.wire.structs import (
     SchedulerStats,
     WireOutput,
 )
+from tests.clusters import is_idle, slot_of, told
 from tests.joined.lab import (
     free_address,
     group,
-    is_idle,
     life_of,
     open_joined,
     open_living,
     open_puppet,
     serves,
-    slot_of,
-    told,
-    until,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -16,20 +16,18 @@ from dpkit.nursery.desks import Desk
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.services import open_services
 from dpkit.wire.address import AddressFailed
+from tests.clusters import make_config, slot_of, told
 from tests.joined.lab import (
     LIMITS,
     free_address,
     group,
     life_of,
-    make_config,
     open_joined,
     open_living,
     open_puppet,
     serves,
-    slot_of,
-    told,
-    until,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster

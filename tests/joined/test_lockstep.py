@@ -26,20 +26,18 @@ from dpkit.wire.codec import (
     encode_hello,
 )
 from dpkit.wire.structs import Envelope, SchedulerStats, StartWave
+from tests.clusters import is_idle, make_config, told
 from tests.joined.lab import (
     SUPERVISION,
     free_address,
     group,
-    is_idle,
     life_of,
-    make_config,
     open_engine,
     open_joined,
     open_puppet,
     serves,
-    told,
-    until,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     import subprocess

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import trio
+
+from tests import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -17,12 +18,7 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-async def _until(holds: Callable[[], object]) -> None:
-    while not holds():  # noqa: ASYNC110 - other processes know no events
-        await trio.sleep(0.005)
-
-
 @pytest.fixture
 def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
     """Wait for what another process does; the limit is the test's own."""
-    return _until
+    return waiting.until

@@ -19,6 +19,7 @@ from dpkit.wire.frontend import open_frontend
 from dpkit.wire.structs import Envelope, UtilityCall
 from dpkit.wire.zsocket import open_context
 from tests.link.lab import LIMITS
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -70,19 +71,16 @@ class Ranks:
         await until(lambda: any(e.finish_reason is not None for e in self.entries(request_id)))
         return self.entries(request_id)
 
+    async def wait_dead(self, count: int) -> None:
+        """Wait until so many have said that they die."""
+        await until(lambda: self.dead == count)
+
     def take(self, frames: list[bytes]) -> None:
         message = decode_output(frames)
         if isinstance(message, Envelope):
             self.heard.append(message)
         else:
             self.dead += 1
-
-
-async def until(holds: Any, *, limit: float = 10.0) -> None:
-    """Wait until something is so."""
-    with trio.fail_after(limit):
-        while not holds():  # noqa: ASYNC110 - other processes set no events
-            await trio.sleep(0.005)
 
 
 def free_port() -> int:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 from dpkit.balancer.coordinator import IDLE_INTERVAL_S
 from dpkit.wire.coordinator import BACKLOG
+from tests.documented import output_of, page
 
-ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "docs" / "wire.md").read_text().partition("## The coordinator\n")[2]
+SECTION = page("wire.md").partition("## The coordinator\n")[2]
 
 
 def test_the_example_runs() -> None:
-    [source] = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", source],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ran.stdout, ran.stderr) == ("((0, 0, 0.0), (0, 0, 0.0))\n", "")
+    assert output_of(SECTION) == "((0, 0, 0.0), (0, 0, 0.0))\n"
 
 
 def test_its_numbers_are_the_modules() -> None:

@@ -19,8 +19,8 @@ from tests.link.ranks import (
     open_ranks,
     open_running_coordinator,
     rules_of,
-    until,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,7 +114,7 @@ async def test_a_rank_that_is_stopped_or_killed_ends_all() -> None:
                 assert (last.error.code, last.error.retryable) == ("engine_lost", True)
                 assert "the vote at step 1 of wave 0" in last.error.message
                 assert words in last.error.message
-                await until(lambda ranks=ranks: ranks.dead == 2)
+                await ranks.wait_dead(2)
                 assert [await ranks.workers[rank].wait() for rank in (0, 2)] == [
                     LOST_WITH_ITS_GROUP
                 ] * 2

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dpkit.abc import Model
     from dpkit.config.schema import Config
     from dpkit.messages import Batch
-    from dpkit.nursery.events import Event, EventKind
+    from dpkit.nursery.events import Event
     from dpkit.nursery.slot import EngineSlot
 
 STEP_S = 0.1
@@ -127,11 +127,6 @@ class Lab:
         with self.config() as config:
             async with open_cluster(config, clients=clients) as cluster:
                 yield cluster
-
-
-def told(cluster: Cluster, *kinds: EventKind) -> list[Event]:
-    """The events of these kinds, oldest first."""
-    return [event for event in cluster.events if event.kind in kinds]
 
 
 def when(events: Sequence[Event]) -> list[tuple[float, str]]:

@@ -17,7 +17,8 @@ from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
 from dpkit.testing.faults import CRASH, HANG
 from dpkit.testing.idle import check_idle
-from tests.nursery.lab import STEP_S, Lab, Timed, settle, told, when
+from tests.clusters import told
+from tests.nursery.lab import STEP_S, Lab, Timed, settle, when
 
 if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster

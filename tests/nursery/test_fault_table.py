@@ -47,7 +47,8 @@ from dpkit.testing.links import Line, LineFaults, put_stats_on
 from dpkit.testing.points import ALLOCATE, STEP, Points
 from dpkit.testing.sweep import sweep
 from dpkit.testing.wrapper import named
-from tests.nursery.lab import STEP_S, Lab, Timed, loop_of, settle, told, when
+from tests.clusters import told
+from tests.nursery.lab import STEP_S, Lab, Timed, loop_of, settle, when
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

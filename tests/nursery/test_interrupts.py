@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 import trio.testing
@@ -14,33 +13,15 @@ from dpkit._trio import seeded_scheduler
 from dpkit.nursery import client, cluster, services, stream
 from dpkit.nursery.cluster import Cluster, open_cluster
 from dpkit.testing.idle import check_idle
+from tests.nursery.interrupter import Interrupter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
     from dpkit.config.schema import Config
     from dpkit.messages import EngineId
 
 FILES = {module.__file__ for module in (client, cluster, services, stream)}
-
-
-@define
-class Interrupter:
-    """A trace function that sends SIGINT at line event number `at` of those files."""
-
-    at: int
-    seen: int = 0
-
-    def __call__(self, frame: FrameType, event: str, _arg: Any) -> Interrupter | None:
-        if frame.f_code.co_filename not in FILES:
-            return None
-        if event == "line":
-            self.seen += 1
-            if self.seen == self.at:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return self
 
 
 @define
@@ -55,7 +36,7 @@ class Outcome:
 
 
 def _run(config: Config, at: int) -> Outcome:
-    outcome = Outcome(Interrupter(at))
+    outcome = Outcome(Interrupter(FILES, at))
 
     async def main() -> None:
         async with open_cluster(config) as opened:

@@ -28,7 +28,8 @@ from dpkit.testing.faults import CRASH, HANG, FaultyModel
 from dpkit.testing.idle import check_idle
 from dpkit.testing.tiny import tiny_checkpoint
 from dpkit.testing.wrapper import named
-from tests.nursery.lab import Lab, Timed, settle, told
+from tests.clusters import told
+from tests.nursery.lab import Lab, Timed, settle
 
 if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster

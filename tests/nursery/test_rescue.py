@@ -10,6 +10,7 @@ import trio
 import dpkit
 from dpkit.messages import Room, StepReport, StepWork
 from dpkit.nursery.events import EventKind
+from dpkit.nursery.flight import Limits
 from dpkit.nursery.rescue import is_starved
 from dpkit.testing.idle import check_idle
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 # Two engines with room for 32 blocks of 16 tokens, which is short answers by all that is expected.
 CONFIG = """
-    [admission]
-    resume = {resume}
     [balancer]
     policy = "{policy}"
     [[engines]]
@@ -29,10 +28,21 @@ CONFIG = """
     count = 2
     kv.num_blocks = 32
 """
+SMALLER = """
+    [balancer]
+    policy = "expected_ttft"
+    [[engines]]
+    model = "cost:h100-8b"
+    kv.num_blocks = 32
+    [[engines]]
+    model = "cost:h100-8b"
+    kv.num_blocks = {blocks}
+    name = "other"
+"""
 
 
-def config(policy: str = "expected_ttft", *, resume: bool = True) -> dpkit.Config:
-    return dpkit.parse_config(CONFIG.format(policy=policy, resume=str(resume).lower()))
+def config(policy: str = "expected_ttft", *overrides: str) -> dpkit.Config:
+    return dpkit.parse_config(CONFIG.format(policy=policy), overrides=overrides)
 
 
 async def crowd(
@@ -48,6 +58,7 @@ async def crowd(
     All but the last are pinned. That one finds engine-1 full, and is preempted when that is not.
     """
     done: dict[int, Completion] = {}
+    crowded, idle = (slot.name for slot in cluster._slots)
 
     async def ask(number: int, engine: str | None, prompt: int, tokens: int) -> None:
         done[number] = await cluster.client.complete(
@@ -56,9 +67,9 @@ async def crowd(
         on_end(number)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(ask, 0, "engine-1", *first)
+        nursery.start_soon(ask, 0, idle, *first)
         for number in (1, 2):
-            nursery.start_soon(ask, number, "engine-0", 100, 150)
+            nursery.start_soon(ask, number, crowded, 100, 150)
         await trio.sleep(0.1)
         nursery.start_soon(ask, 3, None, 100, 150)
     return [done[number] for number in range(4)]
@@ -77,6 +88,8 @@ async def test_what_was_preempted_goes_on_where_there_is_room(autojump_clock: ob
         assert statistics.clients[0].taken_back == 1
         assert statistics.clients[0].retried == statistics.clients[0].resumed == 0
         assert [engine.core.preemptions for engine in statistics.engines] == [1, 0]
+        assert [engine.core.requests_taken_back for engine in statistics.engines] == [1, 0]
+        assert [engine.core.requests_aborted for engine in statistics.engines] == [0, 0]
         told = [each for each in cluster.events if each.kind is EventKind.REQUEST_TAKEN_BACK]
         assert len(told) == 1
         assert cluster.audit() == ()
@@ -87,7 +100,10 @@ async def test_what_waits_for_memory_waits_at_the_client_though_nobody_has_room(
     autojump_clock: object,
 ) -> None:
     taken: dict[int, int] = {}
-    async with dpkit.open_cluster(config()) as cluster:
+    # It has begun, and on its engine it would have waited for as long as it takes.
+    async with dpkit.open_cluster(
+        config("expected_ttft", "admission.queue_timeout=0.1s")
+    ) as cluster:
 
         def on_end(number: int) -> None:
             taken[number] = cluster.statistics().clients[0].taken_back
@@ -102,13 +118,27 @@ async def test_what_waits_for_memory_waits_at_the_client_though_nobody_has_room(
         check_idle(cluster)
 
 
-async def test_who_has_said_something_moves_only_if_it_may_be_resumed(
+async def test_where_engines_compute_otherwise_what_has_begun_stays(
     autojump_clock: object,
 ) -> None:
-    async with dpkit.open_cluster(config(resume=False)) as cluster:
+    async with dpkit.open_cluster(config()) as cluster:
+        [flights] = cluster._flights
+        flights.use(Limits(moves=False), None)
         *_, stayed = await crowd(cluster)
         assert stayed.engine.name == "engine-0"
         assert cluster.statistics().clients[0].taken_back == 0
+
+
+@pytest.mark.parametrize(("blocks", "moves"), [(16, True), (15, False)])
+async def test_nothing_moves_that_some_engine_is_too_small_for(
+    autojump_clock: object, blocks: int, moves: bool
+) -> None:
+    async with dpkit.open_cluster(dpkit.parse_config(SMALLER.format(blocks=blocks))) as cluster:
+        await cluster.client.complete(prompt_of(9, 9), max_tokens=30, ignore_eos=True)
+        *_, last = await crowd(cluster, first=(200, 30))
+        assert last.engine.name == ("other-0" if moves else "engine-0")
+        assert last.token_ids == tuple((prompt_of(3, 100) * 2)[:150])
+        assert cluster.statistics().clients[0].taken_back == moves
 
 
 async def test_bound_early_nothing_is_had_back(autojump_clock: object) -> None:

@@ -22,7 +22,8 @@ from dpkit.testing.faults import CRASH, HANG, Fault, FaultyModel
 from dpkit.testing.history import History
 from dpkit.testing.idle import check_idle
 from dpkit.testing.wrapper import ModelOfEach, named
-from tests.nursery.lab import Lab, Timed, told
+from tests.clusters import told
+from tests.nursery.lab import Lab, Timed
 
 ENGINES = 4
 SECONDS = 20

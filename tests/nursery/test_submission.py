@@ -28,7 +28,8 @@ from dpkit.names import Cause, FinishReason
 from dpkit.nursery.events import EventKind
 from dpkit.testing.faults import CRASH, HANG
 from dpkit.testing.idle import check_idle
-from tests.nursery.lab import STEP_S, Lab, Timed, settle, told
+from tests.clusters import told
+from tests.nursery.lab import STEP_S, Lab, Timed, settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,7 +6,6 @@ The same books as for streams must be right afterwards.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +25,10 @@ from dpkit.testing.idle import check_idle
 from dpkit.testing.points import STEP, Points
 from dpkit.testing.sweep import sweep
 from dpkit.testing.wrapper import named
+from tests.nursery.interrupter import Interrupter
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from types import FrameType
 
     from dpkit.config.schema import Config
     from dpkit.messages import EngineOutput
@@ -176,27 +175,9 @@ def test_a_submission_that_is_left_while_the_model_fails_leaves_nothing() -> Non
 FILES = {module.__file__ for module in (client, submission)}
 
 
-class Interrupter:
-    """A trace function that sends SIGINT at line event number `at` of those files."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.seen = 0
-
-    def __call__(self, frame: FrameType, event: str, _arg: Any) -> Interrupter | None:
-        if frame.f_code.co_filename not in FILES:
-            return None
-        if event == "line":
-            self.seen += 1
-            if self.seen == self.at:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return self
-
-
 def _interrupted(config: Config, at: int) -> tuple[int, bool, Cluster | None, bool]:
     """Line events, whether Ctrl-C came out, the cluster, and whether its body was done by then."""
-    interrupter = Interrupter(at)
+    interrupter = Interrupter(FILES, at)
     clusters: list[Cluster] = []
     interrupted = done = False
 

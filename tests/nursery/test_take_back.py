@@ -12,6 +12,7 @@ import dpkit
 from dpkit.engine.models.echo import EchoModel
 from dpkit.messages import GenerateRequest, SamplingParams
 from dpkit.nursery.wirelife import WireLife
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,8 +128,8 @@ async def test_an_engine_in_a_process_answers_by_the_wire() -> None:
         slow = config("tests.nursery.test_take_back:Slow", "process")
         async with dpkit.open_cluster(slow) as cluster:
             asker = Asker(cluster)
-            asker.ask("a", "b", "c", tokens=2)
-            await asker.until(lambda: bool(asker.outputs))
+            asker.ask("a", "b", "c", tokens=5)
+            await until(lambda: cluster.statistics().engines[0].core.waiting == 2)
             asker.take_back("a", "b", "c", "nobody")
             await asker.until(lambda: bool(asker.taken))
             assert asker.taken == [["b", "c"]]
@@ -137,7 +138,10 @@ async def test_an_engine_in_a_process_answers_by_the_wire() -> None:
             assert list(slot.life.audit(set())) == []
             asker.ask("b", tokens=1)
             await asker.until(lambda: asker.ended() == ["a", "b"])
-            assert [name for name, _ in asker.outputs] == ["a", "a", "b"], "no output was lost"
+            assert [name for name, _ in asker.outputs] == [*"aaaaa", "b"], "no output was lost"
+            [engine] = cluster.statistics().engines
+            assert (engine.core.requests_aborted, engine.core.requests_taken_back) == (0, 2)
+            assert engine.totals.requests == 2, "what it gave back it did not do"
 
 
 async def test_who_leaves_while_its_engine_gives_it_up_is_forgotten() -> None:

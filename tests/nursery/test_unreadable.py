@@ -12,7 +12,8 @@ from dpkit.nursery.events import EventKind
 from dpkit.testing.faults import CRASH
 from dpkit.testing.idle import check_idle
 from dpkit.text.bytes import ByteDecoder, ByteTokenizer
-from tests.nursery.lab import Lab, Timed, settle, told
+from tests.clusters import told
+from tests.nursery.lab import Lab, Timed, settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,8 @@ from dpkit.names import Cause, FinishReason
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
 from dpkit.observe import Metrics
-from tests.nursery.lab import Timed, settle, told
+from tests.clusters import told
+from tests.nursery.lab import Timed, settle
 from tests.nursery.test_changes import Mortal, configs, kill
 from tests.observe.lab import assert_never_down, open_observed, scrape
 from tests.serve.desk import CHAT, COMPLETIONS, ECHO

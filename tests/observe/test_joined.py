@@ -6,9 +6,10 @@ from dpkit.link.foreign import ForeignConnection
 from dpkit.observe import Metrics
 from dpkit.wire.codec import encode_envelope
 from dpkit.wire.structs import Envelope, PrefixCacheStats, SchedulerStats, WireOutput
-from tests.joined.lab import life_of, until
+from tests.joined.lab import life_of
 from tests.joined.test_faults import open_pair, open_stream
 from tests.observe.lab import scrape
+from tests.waiting import until
 
 
 async def test_an_engine_that_joined_is_measured_and_its_own_counts_are_added_up() -> None:
@@ -30,6 +31,8 @@ async def test_an_engine_that_joined_is_measured_and_its_own_counts_are_added_up
         assert now.get("vllm:inter_token_latency_seconds_count", engine="0") == 3
         assert now.get("vllm:iteration_tokens_total_count", engine="0") == 4
         assert now.get("vllm:prompt_tokens_total", engine="0") == 1
+        assert now.get("dpkit:engines_unreported") == 2, "the other one had nothing to tell"
+        assert now.get("dpkit:engines_without_load") == 0
 
 
 async def test_an_abort_that_is_never_acknowledged_is_not_measured() -> None:

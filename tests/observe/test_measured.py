@@ -13,8 +13,11 @@ from dpkit.observe import Metrics
 from dpkit.testing.faults import CRASH
 from tests.nursery.lab import Lab, Timed, settle
 from tests.nursery.test_changes import configs
+from tests.nursery.test_rescue import config as short_of_memory
+from tests.nursery.test_rescue import crowd
 from tests.observe.lab import scrape
-from tests.processes.lab import group, open_processes, until
+from tests.processes.lab import group, open_processes
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -163,6 +166,32 @@ async def test_what_goes_elsewhere_is_counted_where_it_ends(autojump_clock: Mock
         assert now.get("dpkit:requests_resumed_total") == 1
         assert now.get("dpkit:picks_total") == 2
         assert now.get("vllm:generation_tokens_total") == 9
+
+
+async def test_what_is_had_back_is_counted_and_aborted_by_nobody(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_cluster(short_of_memory()) as cluster:
+        metrics = Metrics(cluster)
+        await crowd(cluster)
+        now = scrape(metrics)
+        assert now.get("dpkit:requests_taken_back_total") == 1
+        assert now.get("vllm:request_success_total", finished_reason="abort") == 0
+        assert [each.totals.requests for each in cluster.statistics().engines] == [2, 2]
+
+
+async def test_engines_that_have_told_nothing_of_their_work_yet_are_counted(
+    autojump_clock: MockClock,
+) -> None:
+    with configs() as make:
+        async with open_cluster(make(2), clients=2) as cluster:
+            metrics = Metrics(cluster)
+            told = []
+            for name in ("engine-0", "engine-1"):
+                told.append(scrape(metrics).get("dpkit:engines_unreported"))
+                await cluster.client.complete("a", engine=name)
+            told.append(scrape(metrics).get("dpkit:engines_unreported"))
+            assert told == [2, 1, 0]
 
 
 async def test_engines_in_processes_are_measured_from_here() -> None:

@@ -26,6 +26,7 @@ from tests.observe.lab import Scraped, busy_scrape, open_observed, scrape
 from tests.serve.desk import CHAT, COMPLETIONS, ECHO, SLOW
 from tests.serve.test_asgi import Visit
 from tests.serve.test_openai_sockets import connect
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -170,12 +171,6 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.open.set()
-
-
-async def until(is_so: Any) -> None:
-    """Wait for what a thread does."""
-    while not is_so():  # noqa: ASYNC110 - nobody tells
-        await trio.sleep(0.001)
 
 
 async def test_a_scrape_that_takes_long_keeps_nobody_waiting_and_is_shared(gate: Gate) -> None:

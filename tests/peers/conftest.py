@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpkit.checkpoint.locate import fetched_path
 from tests.peers.byte_model import write_byte_model
 from tests.peers.fetch import cached_path
 from tests.peers.harness import open_frontend
@@ -39,15 +38,6 @@ def vllm_rs() -> Path:
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a frontend of echo engines is told that they serve."""
     return write_byte_model(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture(scope="session")
-def demo_path() -> Path:
-    """The fetched demo model's directory; skips loudly where it is not there."""
-    path = fetched_path("smollm2-135m")
-    if not path.is_dir():
-        pytest.skip(f"THE DEMO MODEL IS NOT IN {path.parent}: `dpkit fetch smollm2-135m` gets it")
-    return path
 
 
 @pytest.fixture(scope="session")

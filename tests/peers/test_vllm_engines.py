@@ -22,17 +22,10 @@ from dpkit.errors import EngineLost, RequestRejected
 from dpkit.names import Cause
 from dpkit.nursery.events import EventKind
 from dpkit.testing.processes import descendants
-from tests.joined.lab import (
-    free_address,
-    group,
-    life_of,
-    make_config,
-    open_joined,
-    serves,
-    told,
-    until,
-)
+from tests.clusters import make_config, told
+from tests.joined.lab import free_address, group, life_of, open_joined, serves
 from tests.peers import vllm_python
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

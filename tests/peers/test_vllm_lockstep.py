@@ -14,16 +14,8 @@ import trio
 
 from dpkit.errors import EngineLost
 from dpkit.nursery.events import EventKind
-from tests.joined.lab import (
-    SUPERVISION,
-    free_address,
-    group,
-    is_idle,
-    open_joined,
-    serves,
-    told,
-    until,
-)
+from tests.clusters import is_idle, told
+from tests.joined.lab import SUPERVISION, free_address, group, open_joined, serves
 from tests.peers import vllm_python
 from tests.peers.byte_model import write_byte_model_of_experts
 from tests.peers.test_vllm_engines import (
@@ -35,6 +27,7 @@ from tests.peers.test_vllm_engines import (
     signal_engines,
     start_commands_of,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path

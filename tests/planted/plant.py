@@ -332,11 +332,15 @@ PLANTS = {
 
 
 def planted_copy(name: str, directory: Path) -> None:
-    """Copy what the tests need into `directory`, and apply the patch of that name."""
+    """Copy what the tests need into `directory`, and apply the patch of that name.
+
+    Compiled files too: they save half of a run's time.
+    """
     for part in ("dpkit", NURSERY, SERVE, OBSERVE, BENCH, JOINED):
-        shutil.copytree(ROOT / part, directory / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for part in ("pyproject.toml", "tests/conftest.py"):
-        shutil.copy(ROOT / part, directory / part)
+        shutil.copytree(ROOT / part, directory / part)
+    shutil.copy(ROOT / "pyproject.toml", directory)
+    for helper in (ROOT / "tests").glob("[!t]*.py"):
+        shutil.copy(helper, directory / "tests")
     if name == "none":
         return
     plant = PLANTS[name]

@@ -1,7 +1,7 @@
 """Clusters whose engines live in processes, and what tests ask of them.
 
 Real processes know no virtual clock: what a test waits for, it waits for by looking again and
-again (`until`), within a limit that is no promise.
+again (`tests.waiting.until`).
 """
 
 from __future__ import annotations
@@ -11,27 +11,22 @@ import signal
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import trio
-
-from dpkit.config.load import parse_config
 from dpkit.names import EngineState
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.remote import RemoteLife
 from dpkit.testing.idle import check_idle
+from tests.clusters import is_idle, make_config, slot_of
+from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator
 
-    from dpkit.config.schema import Config
     from dpkit.nursery.cluster import Cluster
-    from dpkit.nursery.events import Event, EventKind
-    from dpkit.nursery.slot import EngineSlot
 
 SUPERVISION = (
     'backoff = "1ms", backoff_max = "5ms", jitter = 0.0, intensity = 1000, step_timeout = "10s"'
 )
 MODELS = "tests.processes.models"
-LIMIT_S = 15.0
 
 
 def group(
@@ -57,11 +52,6 @@ def group(
     """
 
 
-def make_config(*groups: str, settings: str = "") -> Config:
-    """A config of these groups; all that may be random is not."""
-    return parse_config("\n".join([settings, *groups]), overrides=["cluster.seed=1"])
-
-
 @asynccontextmanager
 async def open_processes(
     *groups: str, settings: str = "", clients: int = 1
@@ -70,7 +60,7 @@ async def open_processes(
     lives: list[RemoteLife] = []
     async with open_cluster(make_config(*groups, settings=settings), clients=clients) as cluster:
         yield cluster
-        await until(lambda: is_idle(cluster))
+        await until(lambda: is_idle(cluster) and not _holds_any(cluster))
         check_idle(cluster)
         lives = [life_of(cluster, slot.name) for slot in cluster._slots]
     for life in lives:
@@ -78,24 +68,10 @@ async def open_processes(
     assert cluster.audit() == ()
 
 
-def is_idle(cluster: Cluster) -> bool:
-    """Whether every engine that serves has said that it has nothing to do, and the books agree."""
+def _holds_any(cluster: Cluster) -> bool:
+    """Whether an engine has said last that a block is in use."""
     now = cluster.statistics()
-    busy = any(each.core.running or each.core.waiting for each in now.engines)
-    held = any(each.core.free_blocks != each.core.num_blocks for each in now.engines)
-    return not (busy or held or cluster.audit())
-
-
-async def until(holds: Callable[[], object], *, limit: float = LIMIT_S) -> None:
-    """Wait until something is so."""
-    with trio.fail_after(limit):
-        while not holds():  # noqa: ASYNC110 - other processes set no events
-            await trio.sleep(0.002)
-
-
-def slot_of(cluster: Cluster, name: str) -> EngineSlot:
-    """The place of an engine."""
-    return next(slot for slot in cluster._slots if slot.name == name)
+    return any(each.core.free_blocks != each.core.num_blocks for each in now.engines)
 
 
 def life_of(cluster: Cluster, name: str) -> RemoteLife:
@@ -141,15 +117,3 @@ async def wait_down(cluster: Cluster, name: str) -> None:
 def is_ready(cluster: Cluster, name: str) -> bool:
     """Whether an engine serves."""
     return state_of(cluster, name) is EngineState.READY
-
-
-def told(cluster: Cluster, *kinds: EventKind, of: str | None = None) -> list[Event]:
-    """The events of these kinds (of an engine), oldest first."""
-
-    def events() -> Iterator[Event]:
-        for event in cluster.events:
-            about = None if event.engine is None else event.engine.name
-            if event.kind in kinds and of in {None, about}:
-                yield event
-
-    return list(events())

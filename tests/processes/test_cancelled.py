@@ -18,7 +18,8 @@ import trio
 from dpkit.nursery.cluster import open_cluster
 from dpkit.testing.leaks import leak_check
 from dpkit.testing.processes import descendants
-from tests.processes.lab import group, make_config, open_processes
+from tests.clusters import make_config
+from tests.processes.lab import group, open_processes
 
 if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster

@@ -26,20 +26,18 @@ from dpkit.names import Cause, EngineState
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
 from dpkit.testing.processes import descendants, is_alive
+from tests.clusters import make_config, slot_of, told
 from tests.processes.lab import (
     SUPERVISION,
     group,
     kill,
     life_of,
-    make_config,
     open_processes,
     pid_of,
-    slot_of,
     state_of,
-    told,
-    until,
     wait_back,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     import outcome

@@ -21,17 +21,9 @@ from dpkit.launch.zygote import Zygote
 from dpkit.names import EngineState
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
-from tests.processes.lab import (
-    SUPERVISION,
-    group,
-    kill,
-    make_config,
-    open_processes,
-    pid_of,
-    told,
-    until,
-    wait_back,
-)
+from tests.clusters import make_config, told
+from tests.processes.lab import SUPERVISION, group, kill, open_processes, pid_of, wait_back
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path

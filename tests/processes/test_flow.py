@@ -13,15 +13,9 @@ from dpkit.errors import RequestRejected
 from dpkit.names import Cause
 from dpkit.nursery.events import EventKind
 from dpkit.testing.history import History
-from tests.processes.lab import (
-    SUPERVISION,
-    group,
-    is_idle,
-    life_of,
-    open_processes,
-    told,
-    until,
-)
+from tests.clusters import is_idle, told
+from tests.processes.lab import SUPERVISION, group, life_of, open_processes
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,17 +19,9 @@ from dpkit.nursery.events import EventKind
 from dpkit.testing.history import History
 from dpkit.testing.leaks import Belongings
 from dpkit.testing.processes import descendants, is_alive
-from tests.processes.lab import (
-    group,
-    is_ready,
-    kill,
-    life_of,
-    open_processes,
-    slot_of,
-    told,
-    until,
-    wait_back,
-)
+from tests.clusters import slot_of, told
+from tests.processes.lab import group, is_ready, kill, life_of, open_processes, wait_back
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster

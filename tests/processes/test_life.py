@@ -16,7 +16,8 @@ from dpkit.messages import EngineId, GenerateRequest
 from dpkit.nursery import hosts
 from dpkit.nursery.hosts import EngineHost, ModelHost
 from dpkit.nursery.remote import RemoteLife
-from tests.processes.lab import group, make_config
+from tests.clusters import make_config
+from tests.processes.lab import group
 from tests.processes.rogue import MOST_BYTES
 
 if TYPE_CHECKING:

@@ -17,14 +17,9 @@ from dpkit.errors import ConfigError
 from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
 from dpkit.testing.history import History
-from tests.processes.lab import (
-    group,
-    kill,
-    open_processes,
-    slot_of,
-    told,
-    until,
-)
+from tests.clusters import slot_of, told
+from tests.processes.lab import group, kill, open_processes
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -12,17 +12,9 @@ from dpkit.errors import EngineLost
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
 from dpkit.testing.processes import descendants
-from tests.processes.lab import (
-    group,
-    kill,
-    life_of,
-    make_config,
-    open_processes,
-    slot_of,
-    told,
-    until,
-    wait_back,
-)
+from tests.clusters import make_config, slot_of, told
+from tests.processes.lab import group, kill, life_of, open_processes, wait_back
+from tests.waiting import until
 
 
 async def test_G01_twenty_clusters_that_start_at_once_do_not_clash() -> None:

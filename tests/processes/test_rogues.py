@@ -11,15 +11,8 @@ from dpkit.errors import DpkitError, EngineLost
 from dpkit.names import EngineState
 from dpkit.nursery import hosts
 from dpkit.nursery.events import EventKind
-from tests.processes.lab import (
-    SUPERVISION,
-    group,
-    open_processes,
-    slot_of,
-    state_of,
-    told,
-    wait_down,
-)
+from tests.clusters import slot_of, told
+from tests.processes.lab import SUPERVISION, group, open_processes, state_of, wait_down
 from tests.processes.rogue import MOST_BYTES, SERVING, STARTING
 
 if TYPE_CHECKING:

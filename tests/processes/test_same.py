@@ -20,7 +20,9 @@ from dpkit.nursery.cluster import open_cluster
 from dpkit.testing.conformance import check_link
 from dpkit.testing.idle import check_idle
 from dpkit.testing.tiny import write_tiny_directory
-from tests.processes.lab import group, is_idle, life_of, make_config, until
+from tests.clusters import is_idle, make_config
+from tests.processes.lab import group, life_of
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

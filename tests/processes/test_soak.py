@@ -16,7 +16,9 @@ import trio
 from dpkit.errors import DpkitError
 from dpkit.testing.leaks import Belongings
 from dpkit.testing.processes import descendants
-from tests.processes.lab import group, is_idle, kill, open_processes, slot_of, until, wait_back
+from tests.clusters import is_idle, slot_of
+from tests.processes.lab import group, kill, open_processes, wait_back
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster

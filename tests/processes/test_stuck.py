@@ -14,17 +14,8 @@ from dpkit.errors import ClusterNotStarted, EngineLost, LaunchFailed
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
 from dpkit.testing.processes import is_alive
-from tests.processes.lab import (
-    SUPERVISION,
-    group,
-    kill,
-    make_config,
-    open_processes,
-    pid_of,
-    slot_of,
-    told,
-    wait_back,
-)
+from tests.clusters import make_config, slot_of, told
+from tests.processes.lab import SUPERVISION, group, kill, open_processes, pid_of, wait_back
 
 if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster

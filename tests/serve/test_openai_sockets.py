@@ -24,6 +24,7 @@ from dpkit.serve.service import serve_http
 from dpkit.testing.http import ReplyReader, render
 from dpkit.testing.idle import check_idle
 from tests.serve.desk import CHAT, COMPLETIONS, ECHO, error_of, events, text_of
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -48,12 +49,6 @@ async def served(toml: str = ECHO + SERVER) -> AsyncIterator[tuple[Cluster, Http
             yield cluster, await nursery.start(serve_http, cluster)
             nursery.cancel_scope.cancel()
         await wait_idle(cluster)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait for what other processes and threads do."""
-    while not is_so():  # noqa: ASYNC110 - nobody tells
-        await trio.sleep(0.001)
 
 
 async def until_started(cluster: Cluster, count: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dpkit.config.load import parse_config
 from dpkit.simulate.run import Scenario
 from dpkit.simulate.settings import simulated, smallest_kv, text_for
-from dpkit.simulate.traces import Ask, Trace
 from dpkit.simulate.workloads import make_workload
+from dpkit.traces import Ask, Trace
 
 
 def scenario_of(

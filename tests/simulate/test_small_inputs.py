@@ -10,7 +10,7 @@ from attrs import evolve
 from dpkit.balancer.policies.expected_ttft import ExpectedTtft
 from dpkit.balancer.ttft import Weights
 from dpkit.config.load import parse_config
-from dpkit.simulate.run import Outcome, Scenario, run
+from dpkit.simulate.run import Outcome, run
 from dpkit.simulate.settings import simulated, text_for
 from dpkit.simulate.study import with_policy
 from tests.simulate.lab import workload_of
@@ -54,14 +54,8 @@ def test_micro_kv_engines_that_are_short_of_memory_preempt_and_finish_all_the_sa
     assert outcome.watch.queue_share > 0.0
 
 
-def _resuming(scenario: Scenario) -> Scenario:
-    config = scenario.config
-    return evolve(scenario, config=evolve(config, admission=evolve(config.admission, resume=True)))
-
-
 def test_micro_kv_short_prompts_pass_long_answers_that_wait_for_memory() -> None:
-    scenario = with_policy(_resuming(workload_of("micro-kv")), "expected_ttft")
-    outcome = run(scenario)
+    outcome = _run("micro-kv", "expected_ttft")
     assert not [a.number for a in outcome.answers[12:] if a.ttft_s > 1.0]
     assert all(answer.is_whole for answer in outcome.answers)
 

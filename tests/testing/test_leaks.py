@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
 from dpkit.testing.leaks import Leaked, leak_check
+
+if TYPE_CHECKING:
+    from trio.testing import MockClock
 
 
 def test_a_block_that_leaves_nothing_passes() -> None:
@@ -27,6 +31,16 @@ def test_a_thread_is_told_by_its_name() -> None:
         thread.start()
     stop.set()
     thread.join()
+
+
+async def test_a_thread_whose_waiter_left_on_the_virtual_clock_may_end(
+    autojump_clock: MockClock,
+) -> None:
+    with leak_check():
+        go_on = threading.Event()
+        with trio.move_on_after(5):
+            await trio.to_thread.run_sync(go_on.wait, abandon_on_cancel=True)
+        threading.Timer(0.05, go_on.set).start()
 
 
 def test_a_descriptor_is_told_by_what_it_is() -> None:

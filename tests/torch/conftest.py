@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpkit.checkpoint.locate import fetched_path
 from dpkit.messages import GenerateRequest, SamplingParams
 
 torch = pytest.importorskip("torch", reason="the torch extra is not installed")
@@ -46,15 +45,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TorchModel:
 @pytest.fixture(scope="session")
 def load() -> Callable[..., TorchModel]:
     return _load
-
-
-@pytest.fixture(scope="session")
-def demo_path() -> Path:
-    """The fetched demo model's directory; skips loudly where it is not there."""
-    path = fetched_path("smollm2-135m")
-    if not path.is_dir():
-        pytest.skip(f"THE DEMO MODEL IS NOT IN {path.parent}: `dpkit fetch smollm2-135m` gets it")
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import numpy as np
 import pytest
 import torch
 
-from dpkit.engine.models.torch.attention.base import CacheKind
-from dpkit.engine.models.torch.batch import build_tensors
-from dpkit.messages import Batch, BatchRow, SamplingParams
+from dpkit.messages import SamplingParams
+from tests.torch.lab import scores
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,24 +39,6 @@ def test_the_capital_of_france_is_paris(demo_model, make_engine) -> None:
     assert text_of(demo_model, answers["raw"]).startswith(" Paris")
     assert text_of(demo_model, answers["chat"]) == "The capital of France is Paris."
     assert answers["chat"][-1] in demo_model.spec.eos_token_ids
-
-
-def scores(model: TorchModel, ids: list[int]) -> torch.Tensor:
-    """Scores of what follows each of `ids`."""
-    row = BatchRow(
-        request_id="r",
-        prompt_token_ids=tuple(ids),
-        sampling=SamplingParams(),
-        token_ids=ids,
-        start=0,
-        block_ids=range(8, 0, -1),
-        output_index=0,
-    )
-    step = attrs.evolve(
-        build_tensors(Batch(rows=(row,)), CacheKind(block_size=16)), sampled=torch.arange(len(ids))
-    )
-    with torch.inference_mode():
-        return model._transformer(step, model.allocate(num_blocks=9, block_size=16))
 
 
 def test_the_original_file_and_the_directory_give_the_same_scores(

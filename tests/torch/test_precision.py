@@ -9,41 +9,22 @@ import torch
 
 from dpkit.engine.models import load_model
 from dpkit.engine.models.torch import linear, precision
-from dpkit.engine.models.torch.attention.base import CacheKind
-from dpkit.engine.models.torch.batch import build_tensors
 from dpkit.engine.models.torch.precision import resolve_dtype
 from dpkit.errors import ModelUnsupported
-from dpkit.messages import Batch, BatchRow, SamplingParams
+from dpkit.messages import SamplingParams
 from dpkit.names import Dtype, Quant
 from dpkit.testing.tiny import write_tiny_directory
+from tests.torch.lab import scores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from dpkit.engine.models.torch.model import TorchModel
 
 STORY = "Once upon a time, in a village by the sea, there lived a clockmaker who"
 
 # By relative error: bfloat16 has 8 bits, int4 of random weights has 4 with 32 sharing a scale.
 ROUGHLY = {"none": 0.02, "int4": 0.25}
-
-
-def scores(model: TorchModel, ids: list[int]) -> torch.Tensor:
-    """Scores of what follows each of `ids`, in whatever the model computes in."""
-    row = BatchRow(
-        request_id="r",
-        prompt_token_ids=tuple(ids),
-        sampling=SamplingParams(),
-        token_ids=ids,
-        start=0,
-        block_ids=range(8, 0, -1),
-        output_index=0,
-        scored=range(1, len(ids)),
-    )
-    step = build_tensors(Batch(rows=(row,)), CacheKind(block_size=16, dtype=torch.bfloat16))
-    with torch.inference_mode():
-        return model._transformer(step, model.allocate(num_blocks=9, block_size=16)).float()
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:

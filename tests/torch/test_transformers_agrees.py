@@ -9,11 +9,10 @@ import torch
 
 from dpkit.checkpoint import read_checkpoint
 from dpkit.engine.models.torch.architecture import read_architecture
-from dpkit.engine.models.torch.attention.base import CacheKind
-from dpkit.engine.models.torch.batch import build_tensors
 from dpkit.errors import ModelUnsupported
-from dpkit.messages import Batch, BatchRow, SamplingParams
+from dpkit.messages import SamplingParams
 from dpkit.testing.tiny import write_tiny_directory, write_tiny_gguf
+from tests.torch.lab import scores
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,24 +52,6 @@ def no_thread_is_left(monkeypatch) -> None:
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Untied, because a tied random model says one token for ever."""
     return {"tie_word_embeddings": False, **FAMILIES[request.param]}
-
-
-def scores(model: TorchModel, ids: list[int]) -> torch.Tensor:
-    """Scores of what follows each of `ids`."""
-    row = BatchRow(
-        request_id="r",
-        prompt_token_ids=tuple(ids),
-        sampling=SamplingParams(),
-        token_ids=ids,
-        start=0,
-        block_ids=range(8, 0, -1),
-        output_index=0,
-        scored=range(1, len(ids)),
-    )
-    step = build_tensors(Batch(rows=(row,)), CacheKind(block_size=16))
-    with torch.inference_mode():
-        last, *before = model._transformer(step, model.allocate(num_blocks=9, block_size=16))
-    return torch.stack([*before, last])
 
 
 def reference(path: Path, ids: list[int]) -> tuple[torch.Tensor, list[int]]:

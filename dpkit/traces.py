@@ -2,7 +2,7 @@
 
 Reads the three forms in which they are published, plain or gzipped, told apart by their first line.
 Knows nothing of engines or of loads: a trace says when requests came in life, and whoever replays
-it may stretch that.
+it, on a virtual clock or on a server, may stretch that.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gzip
 import json
 import math
 import random
+import zlib
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +31,13 @@ BLOCK_TOKENS = 512
 BLOCK_IDS = 2**30
 """Block ids are below this: prompts are made of them, and of tokens that are no block's."""
 
+LONGEST = 10_000_000
+"""Tokens of a prompt or an answer: longer than what any model reads, and no danger to memory."""
+
 _GZIP = b"\x1f\x8b"
+
+_LONGEST_FIELD = 2**24
+"""Characters: block ids of the longest prompts of known traces are 10 kB."""
 
 _CROWDED = 0.5
 """Share of requests that share their stamp with another from which on stamps count as rounded."""
@@ -84,7 +91,9 @@ class Trace:
         return evolve(self, asks=tuple(asks), has_rate=True)
 
 
-def read_trace(path: str | Path, *, rows: int | None = None, seed: int = 0) -> Trace:
+def read_trace(
+    path: str | Path, *, rows: int | None = None, seed: int = 0, needs_times: bool = True
+) -> Trace:
     """Read a trace file.
 
     Args:
@@ -92,27 +101,39 @@ def read_trace(path: str | Path, *, rows: int | None = None, seed: int = 0) -> T
             `blocks`; Mooncake's JSONL; or Azure's CSV. Each may be gzipped.
         rows: How many of the first requests are used; None: all.
         seed: Spreads requests whose stamps were rounded together.
+        needs_times: False: its lengths alone are wanted, and the first form may do without
+            `arrival_s`, as if all came at once.
 
     Raises:
         ConfigError: it cannot be read, or a line is none; the message says which and why.
     """
     path = Path(path)
     lines = read_lines(path)
-    first = lines[0] if lines else ""
-    read = next((read for begins, read in _FORMS.items() if first.startswith(begins)), None)
-    if read is None:
-        problem = (
-            f"{path}:1: no trace that is known here: expected a CSV header with arrival_s,"
-            "prompt_tokens,output_tokens (or Azure's TIMESTAMP,ContextTokens,GeneratedTokens), or "
-            f"Mooncake's JSON lines, not {first[:60]!r}"
-        )
-        raise ConfigError([problem])
+    read = _form_of(path, lines[0] if lines else "", needs_times=needs_times)
     asks = sorted(_asks(path, lines, read, rows), key=lambda ask: ask.arrival_s)
     if not asks:
         raise ConfigError([f"{path}: the trace has no requests"])
     start = asks[0].arrival_s
     asks = [evolve(ask, arrival_s=ask.arrival_s - start) for ask in asks]
     return Trace(name=path.name.partition(".")[0], asks=spread(asks, seed))
+
+
+def _form_of(path: Path, first: str, *, needs_times: bool) -> Callable[[Any], Ask]:
+    """Who reads its records, by the first line."""
+    columns = {name.strip() for name in first.split(",")}
+    if first.startswith("{"):
+        return _mooncake
+    if columns >= {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}:
+        return _azure
+    needed = {"arrival_s"} if needs_times else set()
+    if columns >= needed | {"prompt_tokens", "output_tokens"}:
+        return _own
+    problem = (
+        f"{path}:1: no trace that is known here: expected a CSV header with "
+        f"{'arrival_s,' if needs_times else ''}prompt_tokens,output_tokens (or Azure's "
+        f"TIMESTAMP,ContextTokens,GeneratedTokens), or Mooncake's JSON lines, not {first[:60]!r}"
+    )
+    raise ConfigError([problem])
 
 
 def read_lines(path: Path) -> list[str]:
@@ -124,7 +145,7 @@ def read_lines(path: Path) -> list[str]:
     try:
         raw = path.read_bytes()
         return (gzip.decompress(raw) if raw.startswith(_GZIP) else raw).decode().splitlines()
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise ConfigError([f"{path}: it cannot be read: {error}"]) from error
 
 
@@ -132,25 +153,33 @@ def _asks(
     path: Path, lines: Sequence[str], read: Callable[[Any], Ask], rows: int | None
 ) -> Iterator[Ask]:
     is_json = lines[0].startswith("{")
+    csv.field_size_limit(_LONGEST_FIELD)
     records: Any = map(json.loads, lines) if is_json else csv.DictReader(lines)
-    number = 0 if is_json else 1
-    while rows is None or rows > 0:
-        number += 1
+    number = first = 1 if is_json else 2
+    while rows is None or number < first + rows:
         try:
             ask = read(next(records))
         except StopIteration:
             return
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (csv.Error, ValueError, KeyError, TypeError, AttributeError) as error:
             problem = f"{path}:{number}: this is no request: {type(error).__name__}: {error}"
             raise ConfigError([problem]) from error
+        number += 1
         yield ask
-        rows = None if rows is None else rows - 1
 
 
 def _seconds(value: float) -> float:
     if not math.isfinite(value):
         raise ValueError(f"nobody comes at {value}")
     return value
+
+
+def _tokens(value: str | int) -> int:
+    """Nobody asks nothing, or answers with nothing: 0, which some traces have, counts as 1."""
+    tokens = int(value)
+    if not 0 <= tokens <= LONGEST:
+        raise ValueError(f"lengths are from 0 to {LONGEST:,} tokens, not {tokens}")
+    return max(1, tokens)
 
 
 def _blocks(ids: Iterable[str | int]) -> tuple[int, ...]:
@@ -162,9 +191,9 @@ def _blocks(ids: Iterable[str | int]) -> tuple[int, ...]:
 
 def _own(row: dict[str, str]) -> Ask:
     return Ask(
-        arrival_s=_seconds(float(row["arrival_s"])),
-        prompt_tokens=max(1, int(row["prompt_tokens"])),
-        output_tokens=max(1, int(row["output_tokens"])),
+        arrival_s=_seconds(float(row.get("arrival_s", 0))),
+        prompt_tokens=_tokens(row["prompt_tokens"]),
+        output_tokens=_tokens(row["output_tokens"]),
         blocks=_blocks((row.get("blocks") or "").split()),
     )
 
@@ -172,8 +201,8 @@ def _own(row: dict[str, str]) -> Ask:
 def _mooncake(row: dict[str, Any]) -> Ask:
     return Ask(
         arrival_s=_seconds(row["timestamp"] / 1e3),
-        prompt_tokens=max(1, int(row["input_length"])),
-        output_tokens=max(1, int(row["output_length"])),
+        prompt_tokens=_tokens(row["input_length"]),
+        output_tokens=_tokens(row["output_length"]),
         blocks=_blocks(row.get("hash_ids", ())),
     )
 
@@ -183,16 +212,9 @@ def _azure(row: dict[str, str]) -> Ask:
     stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
     return Ask(
         arrival_s=(stamp - datetime(2000, 1, 1, tzinfo=stamp.tzinfo)).total_seconds(),
-        prompt_tokens=max(1, int(row["ContextTokens"])),
-        output_tokens=max(1, int(row["GeneratedTokens"])),
+        prompt_tokens=_tokens(row["ContextTokens"]),
+        output_tokens=_tokens(row["GeneratedTokens"]),
     )
-
-
-_FORMS: dict[str, Callable[[Any], Ask]] = {
-    "arrival_s,": _own,
-    "{": _mooncake,
-    "TIMESTAMP,": _azure,
-}
 
 
 def spread(asks: Sequence[Ask], seed: int) -> tuple[Ask, ...]:

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dpkit.errors import ConfigError
-from dpkit.hashing import block_hash, root_hash
-from dpkit.simulate.prompts import prompt_of
-from dpkit.simulate.traces import Ask, Trace, read_trace
-from dpkit.simulate.workloads import WORKLOADS, make_workload
+from dpkit.traces import Ask, Trace, read_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,10 +55,27 @@ def test_azures_stamps_are_read_to_the_microsecond(tmp_path: Path) -> None:
             "hello\n",
             "some.csv:1: no trace that is known here: expected a CSV header with arrival_s",
         ),
-        ("arrival_s,prompt_tokens\n", "some.csv: the trace has no requests"),
+        ("", "some.csv:1: no trace that is known here: expected"),
+        (
+            "prompt_tokens,output_tokens\n",
+            "some.csv:1: no trace that is known here: expected a CSV header with arrival_s",
+        ),
+        ("arrival_s,prompt_tokens,output_tokens\n", "some.csv: the trace has no requests"),
         (
             "arrival_s,prompt_tokens,output_tokens\n0,1,1\n0,many,1\n",
             "some.csv:3: this is no request: ValueError",
+        ),
+        (
+            "arrival_s,prompt_tokens,output_tokens\n0,1\n",
+            "some.csv:2: this is no request: TypeError",
+        ),
+        (
+            "arrival_s,prompt_tokens,output_tokens\n0,-1,1\n",
+            "ValueError: lengths are from 0 to 10,000,000 tokens, not -1",
+        ),
+        (
+            f"arrival_s,prompt_tokens,output_tokens,blocks\n0,1,1,{'1 ' * 2**23}1\n",
+            "some.csv:2: this is no request: Error: field larger than field limit",
         ),
         (
             "arrival_s,prompt_tokens,output_tokens\nnan,1,1\n",
@@ -82,9 +96,32 @@ def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, words
     assert words in str(caught.value)
 
 
-def test_a_trace_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.csv: it cannot be read: "):
-        read_trace(tmp_path / "none.csv")
+@pytest.mark.parametrize(
+    "data",
+    [None, b"\xff\xfe\x00", gzip.compress(CSV.encode() * 99)[:40], b"\x1f\x8b no gzip, either"],
+)
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, data: bytes | None) -> None:
+    path = tmp_path / "some.csv"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"some\.csv: it cannot be read: "):
+        read_trace(path)
+
+
+def test_columns_come_in_any_order_and_requests_too(tmp_path: Path) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("output_tokens,prompt_tokens,arrival_s\n2,20,5\n1,10,4\n")
+    assert read_trace(path).asks == (
+        Ask(arrival_s=0.0, prompt_tokens=10, output_tokens=1),
+        Ask(arrival_s=1.0, prompt_tokens=20, output_tokens=2),
+    )
+
+
+def test_lengths_alone_need_no_times(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,output_tokens\n5,7\n3,2\n")
+    asks = read_trace(path, needs_times=False).asks
+    assert [(ask.prompt_tokens, ask.output_tokens) for ask in asks] == [(5, 7), (3, 2)]
 
 
 def test_rounded_stamps_are_spread_in_their_order(tmp_path: Path) -> None:
@@ -103,39 +140,3 @@ def test_clipped_requests_fit_with_room_to_spare() -> None:
     ask = Ask(arrival_s=0.0, prompt_tokens=90_000, output_tokens=90_000)
     clipped = Trace(name="t", asks=(ask,)).clipped(50_000).asks[0]
     assert (clipped.prompt_tokens, clipped.output_tokens) == (40_000, 7_500)
-
-
-@pytest.mark.parametrize("size", [16, 128, 512])
-def test_prompts_share_blocks_exactly_as_far_as_their_ids_are_equal(size: int) -> None:
-    one = Ask(arrival_s=0.0, prompt_tokens=1_500, output_tokens=1, blocks=(3, 9, 4))
-    other = Ask(arrival_s=0.0, prompt_tokens=1_400, output_tokens=1, blocks=(3, 9, 5))
-    alone = Ask(arrival_s=0.0, prompt_tokens=1_400, output_tokens=1)
-    hashes = [_hashes(prompt_of(ask, n), size) for n, ask in enumerate([one, other, alone])]
-    shared = sum(a == b for a, b in zip(hashes[0], hashes[1], strict=False))
-    assert shared == 1024 // size
-    assert not set(hashes[0]) & set(hashes[2])
-    assert len(prompt_of(one, 0)) == 1_500
-
-
-def _hashes(token_ids: tuple[int, ...], size: int) -> list[bytes]:
-    hashes = [root_hash("")]
-    for start in range(0, len(token_ids) - size + 1, size):
-        hashes.append(block_hash(hashes[-1], token_ids[start : start + size]))
-    return hashes[1:]
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_workloads_are_drawn_from_their_seed_alone(name: str) -> None:
-    trace = make_workload(name, seed=5)
-    assert trace == make_workload(name, seed=5)
-    arrivals = [ask.arrival_s for ask in trace.asks]
-    assert arrivals == sorted(arrivals)
-    assert min(ask.prompt_tokens for ask in trace.asks) > 0
-    assert make_workload(name, rows=7, seed=5).asks == trace.asks[:7]
-
-
-def test_bimodal_prompts_are_long_for_one_in_twenty() -> None:
-    asks = make_workload("bimodal").asks
-    long = [ask for ask in asks if ask.prompt_tokens >= 60_000]
-    assert 0.04 < len(long) / len(asks) < 0.06
-    assert all(ask.prompt_tokens < 600 for ask in asks if ask not in long)
