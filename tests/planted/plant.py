@@ -32,6 +32,7 @@ LOCKSTEP = f"{JOINED}/test_lockstep.py"
 _LEAVES = "test_D01_the_abort_reaches_the_engine_after_three_tokens"
 _LOST = "test_J08_an_engine_lost_in_midstream_is_an_event_and_no_done"
 SUBMISSIONS = f"{NURSERY}/test_submission.py"
+HELPERS = ("tests/conftest.py", "tests/clusters.py", "tests/waiting.py")
 
 
 class Plant(NamedTuple):
@@ -335,7 +336,7 @@ def planted_copy(name: str, directory: Path) -> None:
     """Copy what the tests need into `directory`, and apply the patch of that name."""
     for part in ("dpkit", NURSERY, SERVE, OBSERVE, BENCH, JOINED):
         shutil.copytree(ROOT / part, directory / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for part in ("pyproject.toml", "tests/conftest.py"):
+    for part in ("pyproject.toml", *HELPERS):
         shutil.copy(ROOT / part, directory / part)
     if name == "none":
         return
