@@ -41,7 +41,7 @@ check: $(VENV)/.installed  ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed model  ## speed, as ratios within one run
+bench: $(VENV)/.installed model  ## speed, as ratios within one run; an hour on two busy cores
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 .PHONY: model

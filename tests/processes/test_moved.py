@@ -93,10 +93,11 @@ async def test_text_and_all_that_is_told_beside_it(tiny: Path, kind: str) -> Non
     config = parse_config(CONFIG.format(model=tiny, kind=kind))
     with trio.fail_after(60):
         async with open_cluster(config) as cluster:
-            for number, name in enumerate(ASKED, start=1):
+            for name in ASKED:
                 calm = await ask(cluster.client, name)
+                before = cluster.client.statistics().taken_back
                 moved = await crowd(cluster, name)
-                assert cluster.client.statistics().taken_back == number
+                assert cluster.client.statistics().taken_back > before  # some move more than once
                 assert told_by(moved) == told_by(calm), name
                 assert len(moved.token_ids) == 75
             assert cluster.client.statistics().resumed == 0, "nothing was lost"
