@@ -97,8 +97,10 @@ class Cell:
 H100, SMALL, EXPERTS = "h100-8b", "h100-32b", "h200-30b-a3b"
 
 
-def _case(name: str, label: str, file: str, preset: str, rows: int, **more: bool) -> Case:
-    return Case(name=name, label=label, file=file, preset=preset, rows=rows, **more)
+def _case(
+    name: str, label: str, file: str, preset: str, rows: int, *, has_cache: bool = False
+) -> Case:
+    return Case(name=name, label=label, file=file, preset=preset, rows=rows, has_cache=has_cache)
 
 
 AZURE = _case("azure-conv", "azure", "azure-conv-a", H100, 9_000)

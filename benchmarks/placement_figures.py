@@ -6,6 +6,7 @@ A ratio is ours over another's; of times, below 1, ours is better.
 from __future__ import annotations
 
 import math
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -247,7 +248,7 @@ def to_svg(figures: Figures) -> str:
 def _plot_no_cache(figures: Figures) -> Plot:
     names = {"p99 TTFT": P99, "mean TTFT": MEAN, "p99 TPOT": TPOT}
     series = {
-        shown: _dots(figures, place, lambda case, load, n=name: figures.ratio(n, SEED, case, load))
+        shown: _dots(figures, place, partial(figures.ratio, name, SEED))
         for place, (shown, name) in enumerate(names.items())
     }
     loads = ", ".join(f"{load:g}" for load in figures.loads if figures.cases(load))
@@ -256,15 +257,14 @@ def _plot_no_cache(figures: Figures) -> Plot:
 
 def _plot_prefix(figures: Figures) -> Plot:
     series = {
-        policy: _dots(
-            figures, place, lambda case, load, p=policy: _inverse(figures.ratio(P99, p, case, load))
-        )
+        policy: _dots(figures, place, partial(_times_ours, figures, policy))
         for place, policy in enumerate((SEED, *PEERS))
     }
     return _plotted(figures, f"p99 TTFT, times that of {OURS}", series, is_log=True)
 
 
-def _inverse(ratio: float | None) -> float | None:
+def _times_ours(figures: Figures, policy: str, case: Case, load: float) -> float | None:
+    ratio = figures.ratio(P99, policy, case, load)
     return None if ratio is None else 1 / ratio
 
 
