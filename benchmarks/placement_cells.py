@@ -144,8 +144,8 @@ TABLES = {
         policies=(
             SEED,
             "placement_blind:Blind@early",
-            "placement_blind:Blind",
-            "placement_blind:Credulous",
+            "placement_blind:Blind@late",
+            "placement_blind:Credulous@late",
             "expected_ttft@early",
             OURS,
         ),
