@@ -75,6 +75,11 @@ class Backlog:
         return 0 if self.report is None else self.report.steps
 
     @property
+    def preemptions(self) -> int:
+        """Likewise."""
+        return 0 if self.report is None else self.report.preemptions
+
+    @property
     def pending(self) -> int:
         """Requests that were sent, and of which no report and no output speaks yet."""
         return self._pending

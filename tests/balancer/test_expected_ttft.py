@@ -263,8 +263,8 @@ def test_who_is_long_held_for_want_of_kv_lets_those_pass_that_leave_him_room() -
     for _ in range(24):
         assert client.decide(900) == [0]
         client.report(0, requests=1, kv_tokens_used=25_000, steps=210)
-    # Of 50,000 he wants 25,000, and half of 200 are to come to him and to who passes him.
-    assert decide(3_201, 3_200) == [None, 0], "21,600 have passed him"
+    # Of 50,000 he wants 25,000, and a quarter of 200 is to come to him and to who passes him.
+    assert decide(3_301, 3_300) == [None, 0], "21,600 have passed him"
 
 
 def test_growth_is_reserved_before_somebody_is_let_in() -> None:
@@ -275,11 +275,21 @@ def test_growth_is_reserved_before_somebody_is_let_in() -> None:
     client.dispatch.on_answered(old)
     client.report(0, requests=2, steps=899)
     client.dispatch.on_answered(young)
-    # 50,000 hold 49,500. The old one is longer than answers are. Half is kept free of the 300 that
-    # the young one has to come after 100 steps, and of the 400 of the new one.
+    # 50,000 hold 49,500. The old one is longer than answers are. A quarter is kept free of the 300
+    # that the young one has to come after 100 steps, and of the 400 of the new one.
     client.report(0, requests=2, steps=1000, kv_tokens_used=49_500)
-    assert client.decide(151) == [None]
-    assert client.decide(150) == [0]
+    assert client.decide(326) == [None]
+    assert client.decide(325) == [0]
+
+
+def test_where_engines_run_out_of_kv_twice_as_much_growth_is_reserved() -> None:
+    client = Late(1)
+    client.send(10)
+    client.report(0, requests=1, kv_tokens_used=49_500, steps=1)
+    assert client.decide(401) == [None], "a quarter of the 200 and 200 tokens of two answers"
+    client.report(0, requests=1, kv_tokens_used=49_500, steps=2, preemptions=1)
+    assert client.decide(301) == [None], "half of them"
+    assert client.decide(300) == [0]
 
 
 def test_of_those_that_ended_no_growth_is_expected() -> None:

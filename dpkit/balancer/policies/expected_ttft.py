@@ -18,6 +18,7 @@ from attrs import define, field
 
 from dpkit.abc import HoldingPolicy
 from dpkit.balancer.books import UNKNOWN_ROOM, Books, Prospect, prospect_of
+from dpkit.balancer.growth import GrowthReserve
 from dpkit.balancer.outputs import OutputLengths
 from dpkit.balancer.policies.lowest import scan_start
 from dpkit.balancer.prefixes import BLOCK
@@ -50,6 +51,7 @@ class ExpectedTtft(HoldingPolicy):
     weights: Weights = field(factory=Weights)
     costs: StepCosts = field(factory=StepCosts)
     lengths: OutputLengths = field(factory=OutputLengths)
+    reserve: GrowthReserve = field(factory=GrowthReserve)
     books: Books = field(factory=Books)
     _indices: dict[EngineId, int] = field(factory=dict, init=False)
     _standings: list[Standing] = field(factory=list, init=False)
@@ -105,7 +107,8 @@ class ExpectedTtft(HoldingPolicy):
 
     def rate(self, standing: Standing) -> Rate:
         """What an engine offers that stands so."""
-        return rate(standing, self.costs.costs, self.weights, self.lengths.mean)
+        costs, length = self.costs.costs, self.lengths.mean
+        return rate(standing, costs, self.weights, length, self.reserve.share)
 
     # What happens to requests and engines.
 
@@ -124,6 +127,7 @@ class ExpectedTtft(HoldingPolicy):
         """It is on its engine no more; an answer that ended by itself says how long they are."""
         if end.finished:
             self.lengths.add(len(end.output))
+            self.reserve.ended()
         self._changed(self.books.end(request, end), view)
 
     def on_report(self, index: int, view: LoadView) -> None:
@@ -134,6 +138,8 @@ class ExpectedTtft(HoldingPolicy):
             return
         book = self.books.of(load)
         work, lasted = report.last_step, report.step_time_s
+        if report.preemptions > book.preemptions:
+            self.reserve.preempted()
         is_new = book.hear(report) and lasted > 0.0
         # Steps without a prompt are all alike, and there are many.
         if is_new and (work.prefill_tokens or not report.steps % ONE_IN):
@@ -271,7 +277,7 @@ class TtftPass:
         if steps < length:
             return False
         cache = policy.weights.fill * begun.room.kv_tokens
-        left = cache - wants - passed - 2 * policy.weights.growth * length
+        left = cache - wants - passed - 2 * policy.reserve.share * length
         self._short[index] = Shortage(begun=begun, left=left)
         return True
 
