@@ -4,7 +4,7 @@ What an engine has been sent it must finish, unless it is asked: what waits ther
 preempted, may be given up. At the client it goes to whichever engine has room first, and others may
 pass it that have room now; an engine lets nobody pass who waits. Looks at what engines report, and
 asks those for it. The engine's answer decides; whoever owns the requests places them anew. Only
-where requests are bound late, and by one client: else they would be sent at once, to wait again.
+where requests are bound late: else they would be sent at once, to wait again.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.balancer.late import LateDispatch
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from dpkit.abc import EngineLink
-    from dpkit.balancer.dispatch import EarlyDispatch
+    from dpkit.balancer.ledger import Ledger
     from dpkit.messages import EngineId, Room, StepReport
     from dpkit.nursery.flight import Flight
 
@@ -68,33 +66,31 @@ class Rescue:
         """A life is over: it answers no more."""
         self._asked.discard(engine)
 
-    def look(
-        self, engine: EngineId, report: StepReport, dispatch: EarlyDispatch, *, resume: bool
-    ) -> None:
+    def look(self, engine: EngineId, report: StepReport, ledger: Ledger, *, resume: bool) -> None:
         """Ask a starved engine for what waits there.
 
         Args:
             engine: Who has just told of a step.
             report: What it told.
-            dispatch: Knows where there is room.
+            ledger: Knows what was sent there, and in which order.
             resume: Whether requests may go on elsewhere that have delivered something.
         """
         room = self._rooms.get(engine)
         if room is None or engine in self._asked or not is_starved(report, room):
             return
-        if not isinstance(dispatch, LateDispatch) or dispatch.books[1].client_count > 1:
-            return
-        waiting = self._waiting(engine, report, dispatch, resume=resume)
+        waiting = self._waiting(ledger.requests(engine), report, resume=resume)
         if wanted := [flight.request.request_id for flight in waiting]:
             self._asked.add(engine)
             self._links[engine].take_back(wanted, self._on_taken)
 
     def _waiting(
-        self, engine: EngineId, report: StepReport, dispatch: LateDispatch, *, resume: bool
+        self, sent: Sequence[str], report: StepReport, *, resume: bool
     ) -> Iterator[Flight]:
-        """Those that probably wait, newest first: an engine runs what came first."""
-        ledger, _ = dispatch.books
-        known = ledger.requests(engine)[: report.acknowledged - report.sent or None]
+        """Those that probably wait, newest first: an engine runs what came first.
+
+        Of several clients each asks for as many: of those that run the engine gives up none.
+        """
+        known = sent[: report.acknowledged - report.sent or None]
         for request_id in reversed(known[-report.waiting :]):
             flight = self._flights.get(request_id)
             if flight is None or flight.request.engine is not None:
