@@ -193,7 +193,12 @@ class Arbiter:
 
     def audit(self) -> Iterator[str]:
         """Every contradiction in the books of all, in words."""
-        yield from (f"the arbiter: {problem}" for problem in self.dispatch.books[0].audit())
+        ledger, _ = self.dispatch.books
+        yield from (f"the arbiter: {problem}" for problem in ledger.audit())
+        petitions = [each for seat in self.seats for each in seat.petitions.values()]
+        counted, granted = ledger.statistics().inflight, sum(bool(p.placement) for p in petitions)
+        if counted != granted:
+            yield f"the arbiter counts {counted} requests on engines, and granted {granted} of them"
         for seat in self.seats:
             yield from seat.audit()
 
