@@ -98,8 +98,9 @@ class Seat:
 
     def ask(self, flight: Flight, *, front: bool = False) -> None:
         """Let a flight wait for its turn, in front if it has had one."""
-        petition = self.petitions[flight.request.request_id] = self._petition(flight)
+        petition = self._petition(flight)
         self._arbiter.line.put(petition, front=front)
+        self.petitions[flight.request.request_id] = petition
 
     def admit(self, flight: Flight) -> Grant | None:
         """Let a flight go at once, if nobody waits; None: it is to `ask`."""
@@ -146,12 +147,13 @@ class Arbiter:
 
     Args:
         dispatch: Keeps the books of all clients.
+        on_failed: Told what its policy raised when nobody's request in particular was looked at.
     """
 
-    def __init__(self, dispatch: LateDispatch) -> None:
+    def __init__(self, dispatch: LateDispatch, on_failed: Callable[[Exception], None]) -> None:
         self.dispatch = dispatch
         self.seats: list[Seat] = []
-        self.line = Everybody(dispatch, self.seats, self._grant)
+        self.line = Everybody(dispatch, self.seats, self._grant, on_failed)
 
     def __repr__(self) -> str:
         return f"<Arbiter of {len(self.seats)} clients: {len(self.line)} wait>"
@@ -213,10 +215,23 @@ class Everybody(Line[Petition]):
     """The requests of all clients that wait. One that is full lets those of others go."""
 
     def __init__(
-        self, dispatch: LateDispatch, seats: Sequence[Seat], send: Callable[[Petition, int], None]
+        self,
+        dispatch: LateDispatch,
+        seats: Sequence[Seat],
+        send: Callable[[Petition, int], None],
+        on_failed: Callable[[Exception], None],
     ) -> None:
         super().__init__(dispatch, UNLIMITED, send, lambda: True)
         self._seats = seats
+        self._on_failed = on_failed
+
+    def next(self) -> tuple[Petition, int] | None:
+        """As of `Line`. What goes wrong is the arbiter's own, and no fault of who caused this."""
+        try:
+            return super().next()
+        except Exception as error:  # noqa: BLE001 - whatever a policy raises
+            self._on_failed(error)
+            return None
 
     def _may_go(self, waiter: Petition) -> bool:
         return waiter.seat.line.has_room()

@@ -38,6 +38,8 @@ class Arbitration:
     def __init__(self, make_dispatch: Callable[[], LateDispatch | None]) -> None:
         self.arbiter: Arbiter | None = None
         """The present one."""
+        self.on_failed: Callable[[Exception], None] = lambda _: None
+        """Called with what went wrong in a life; must see to it that this is closed."""
         self._make_dispatch = make_dispatch
         self._clients: Sequence[Flights] = ()
         self._is_open = False
@@ -56,7 +58,7 @@ class Arbitration:
         """Let there be an arbiter, if one is needed.
 
         Error handling:
-            What making its policy raises; there is none then.
+            What its policy raises; `close` it then.
         """
         self._is_open = True
         self._begin(self._make_dispatch())
@@ -88,7 +90,7 @@ class Arbitration:
     def _begin(self, dispatch: LateDispatch | None) -> None:
         if dispatch is None:
             return
-        arbiter = self.arbiter = Arbiter(dispatch)
+        arbiter = self.arbiter = Arbiter(dispatch, self.on_failed)
         known = self._clients[0].books[1]  # all of them have the same engines
         for load in known.loads:
             dispatch.add(load.engine, load.rank, load.room)

@@ -73,6 +73,7 @@ class Coordinator(Observer):
         self._scope = trio.CancelScope()  # of the present life
         self._cause: Exception | None = None
         membership.inform(self.rules)
+        arbitration.on_failed = self.lose
 
     async def run(self) -> None:
         """Serve, life after life, until cancelled."""

@@ -83,7 +83,11 @@ class GuidedLine(Line[Flight]):
         """Let a flight wait; see `Line.put`."""
         super().put(waiter, front=front)
         if self.seat is not None:
-            self.seat.ask(waiter, front=front)
+            try:
+                self.seat.ask(waiter, front=front)
+            except BaseException:  # a policy's bug must not leave anybody here who waits in vain
+                super().leave(waiter)
+                raise
 
     def leave(self, waiter: Flight) -> None:
         """Take a flight out of turn, wherever it waits: it wants no place any more."""

@@ -14,7 +14,7 @@ import trio
 from attrs import evolve
 
 from dpkit.abc import Policy
-from dpkit.balancer.policies.expected_ttft import ExpectedTtft
+from dpkit.balancer.policies.expected_ttft import ExpectedTtft, TtftPass
 from dpkit.config.load import parse_config
 from dpkit.engine.models.cost import CostModel
 from dpkit.errors import ConfigError, Overloaded, RequestRejected
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dpkit.abc import LoadView
+    from dpkit.balancer.books import Prospect
     from dpkit.messages import EngineOutput, GenerateRequest
     from dpkit.nursery.arbiter import Arbiter
     from dpkit.nursery.submission import Submission
@@ -349,6 +350,66 @@ async def test_what_a_policy_raises_is_its_requests_own(autojump_clock: object) 
         check_idle(cluster)
 
 
+class Sulking(ExpectedTtft):
+    """Fails at what it is told to fail at."""
+
+    fails_at = ""
+
+    def age(self, prospect: Prospect) -> float:
+        self._fail("age")
+        return super().age(prospect)
+
+    def open_pass(self, view: LoadView) -> TtftPass:
+        self._fail("open_pass")
+        return super().open_pass(view)
+
+    def _fail(self, what: str) -> None:
+        if Sulking.fails_at == what:
+            raise ZeroDivisionError(what)
+
+
+@pytest.fixture
+def sulking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda what: monkeypatch.setattr(Sulking, "fails_at", what)
+
+
+async def test_a_policy_that_fails_as_a_request_comes_lets_it_wait_nowhere(
+    autojump_clock: object, sulking: Callable[[str], None]
+) -> None:
+    settings = f'balancer = {{ policy = "{__name__}:Sulking", binding = "late" }}\n'
+    async with lab(settings=settings).open(clients=2) as cluster:
+        await fill_up(cluster)
+        sulking("age")
+        with pytest.raises(ZeroDivisionError):
+            ask(cluster, 1, 8)
+        assert queued(cluster) == [0, 0]
+        assert not cluster.audit()
+        sulking("")
+        await trio.sleep(5)
+        check_idle(cluster)
+
+
+async def test_a_policy_that_fails_at_all_of_them_ends_the_arbiter_and_nothing_else(
+    autojump_clock: object, sulking: Callable[[str], None]
+) -> None:
+    settings = f'balancer = {{ policy = "{__name__}:Sulking", binding = "late" }}\n'
+    async with lab(settings=settings).open(clients=2) as cluster:
+        await fill_up(cluster)
+        waiting = ask(cluster, 1, 8)
+        sulking("open_pass")
+        await settle()
+        assert bindings(cluster) == {Binding.EARLY}
+        assert waiting.engine is not None
+        sulking("")
+        await trio.sleep(5)
+        assert bindings(cluster) == {Binding.LATE}
+        [lost] = told(cluster, EventKind.COORDINATOR_LOST)
+        assert "ZeroDivisionError" in lost.detail
+        assert waiting.finish_reason is not None
+        assert all(engine.restarts == 0 for engine in cluster.statistics().engines)
+        check_idle(cluster)
+
+
 class Plain(Policy):
     """Cannot hold."""
 
@@ -635,10 +696,10 @@ async def _turns(count: int) -> None:
         await trio.lowlevel.checkpoint()
 
 
-@pytest.mark.parametrize("before", [2, 3, 4])
+@pytest.mark.parametrize(("before", "choices"), [(2, 2), (3, None), (4, None)])
 @pytest.mark.parametrize("comes", [False, True])
 def test_the_arbiters_end_against_a_reader_that_leaves_or_one_that_comes(
-    before: int, *, comes: bool
+    before: int, choices: int | None, *, comes: bool
 ) -> None:
     outcomes: set[str] = set()
 
@@ -675,7 +736,7 @@ def test_the_arbiters_end_against_a_reader_that_leaves_or_one_that_comes(
                 nursery.start_soon(read, 1)
                 nursery.start_soon(be_left)
                 await _turns(before)
-                with race.open(choices=2):
+                with race.open(choices=choices):
                     async with trio.open_nursery() as racing:
                         racing.start_soon(kill)
                         racing.start_soon(*([read, 1] if comes else [leave]))
