@@ -84,7 +84,10 @@ class Arbitration:
         for flights, dispatch in zip(self._clients, each, strict=True):
             flights.use(limits, dispatch)
         if self._is_open:
-            self._begin(everybody)
+            try:
+                self._begin(everybody)
+            except Exception as error:  # noqa: BLE001 - of a policy; the switch itself is made
+                self.on_failed(error)
         self._fill_all()
 
     def _begin(self, dispatch: LateDispatch | None) -> None:

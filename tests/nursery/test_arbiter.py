@@ -410,6 +410,27 @@ async def test_a_policy_that_fails_at_all_of_them_ends_the_arbiter_and_nothing_e
         check_idle(cluster)
 
 
+async def test_a_reload_to_a_policy_that_fails_is_made_and_clients_do_without(
+    autojump_clock: object, sulking: Callable[[str], None]
+) -> None:
+    made = lab()
+    with made.config() as config:
+        bad = evolve(config.balancer, policy=f"{__name__}:Sulking", binding=Binding.LATE)
+        async with open_cluster(config, clients=2) as cluster:
+            await fill_up(cluster)
+            waiting = ask(cluster, 1, 8)
+            sulking("age")
+            await cluster.apply(evolve(config, balancer=bad))
+            await trio.testing.wait_all_tasks_blocked()
+            assert bindings(cluster) == {Binding.EARLY}
+            assert waiting.engine is not None
+            sulking("")
+            await trio.sleep(1)
+            assert bindings(cluster) == {Binding.LATE}
+            await trio.sleep(5)
+            check_idle(cluster)
+
+
 class Plain(Policy):
     """Cannot hold."""
 
