@@ -2,8 +2,8 @@
 
 Counts of requests are the wrong unit: here a prompt weighs what its uncached tokens take, beside
 what an engine has before it, and what its load and its KV cache cost the answer. All of it is
-reckoned from what this client sent and what engines report (`dpkit.balancer.books`); step costs and
-speeds are learned.
+reckoned from what was sent and what engines report (`dpkit.balancer.books`); step costs and speeds
+are learned.
 
 Bound early, each request goes where the score is least. Bound late (`dpkit.balancer.late`), it is
 held for that engine until it would begin there with the next step, and all that wait are decided
