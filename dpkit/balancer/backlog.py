@@ -79,11 +79,6 @@ class Backlog:
         """Likewise."""
         return 0 if self.report is None else self.report.preemptions
 
-    @property
-    def pending(self) -> int:
-        """Requests that were sent, and of which no report and no output speaks yet."""
-        return self._pending
-
     def add(self, sent: Sent) -> None:
         """A request goes there now."""
         self.count += 1

@@ -113,9 +113,7 @@ def rate(engine: Standing, costs: Costs, weights: Weights, length: float, reserv
         engine.prefill,
         room.tokens_per_step,
         slowness,
-        weights.fill * room.kv_tokens
-        - engine.kv_tokens
-        - reserve * (engine.growth + length),
+        weights.fill * room.kv_tokens - engine.kv_tokens - reserve * (engine.growth + length),
         # KV comes free when requests end: a whole cache of it in a life of one.
         step * length / room.kv_tokens,
         0.0 if room.has_prefix_cache else weights.stalling * engine.begun,

@@ -408,24 +408,6 @@ def test_requests_of_other_clients_count_as_the_engine_says() -> None:
     assert client.send(100).index == 1
 
 
-def test_of_several_clients_one_at_a_time_waits_on_an_engine_for_kv() -> None:
-    room = ROOM._replace(requests=64)
-    client = Late(1, clients=2, room=room)
-    client.send(100)
-    full = {"requests": 9, "kv_tokens_used": 49_000}
-    client.report(0, **full, waiting=1, steps=2)
-    assert client.decide(500) == [None], "somebody waits there"
-    client.report(0, **full, steps=3)
-    assert client.decide(500) == [None], "it is the other client's turn"
-    client.report(0, **full, steps=4)
-    assert client.decide(500, 500) == [0, None]
-    assert client.decide(500) == [None], "no report speaks of the one that went"
-    alone = Late(1, room=room)
-    alone.send(100)
-    alone.report(0, **full, steps=4)
-    assert alone.decide(900) == [None]
-
-
 def test_every_pick_has_the_scores_of_all_engines() -> None:
     client = Late(3)
     client.send(500)

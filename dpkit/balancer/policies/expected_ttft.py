@@ -2,8 +2,8 @@
 
 Counts of requests are the wrong unit: here a prompt weighs what its uncached tokens take, beside
 what an engine has before it, and what its load and its KV cache cost the answer. All of it is
-reckoned from what this client sent and what engines report (`dpkit.balancer.books`); step costs and
-speeds are learned.
+reckoned from what was sent and what engines report (`dpkit.balancer.books`); step costs and speeds
+are learned.
 
 Bound early, each request goes where the score is least. Bound late (`dpkit.balancer.late`), it is
 held for that engine until it would begin there with the next step, and all that wait are decided
@@ -195,7 +195,6 @@ class TtftPass:
         rates: list[Rate],
     ) -> None:
         self._policy = policy
-        self._view = view
         self._engines = view.engines
         self._start = scan_start(view)
         self._standings = standings
@@ -229,9 +228,6 @@ class TtftPass:
             begun, spare = short.begun, min(policy.rate(short.begun).free, short.left)
         may_begin = index in self._open and has_credit(begun, policy.weights, new, 0.0)
         sends = may_begin and (spare >= wants or not begun.requests)
-        if may_begin and not sends and self._may_wait_there(index):
-            self._open.discard(index)
-            sends = True
         if sends:
             begun = begun.joined(prospect.prompt, new, wants, policy.lengths.mean)
         self._reckon(index, prospect.prompt, new, wants)
@@ -248,22 +244,6 @@ class TtftPass:
         length = self._policy.lengths.mean
         after = self._standings[index] = self._standings[index].joined(prompt, new, wants, length)
         self._rates[index] = self._policy.rate(after)
-
-    def _may_wait_there(self, index: int) -> bool:
-        """Whether a request goes to an engine that has no KV for it yet.
-
-        Of several clients one at a time, and each has its turn at other steps, as the first to hear
-        a report is always the same. Who waits there speaks for its room in the reports that all of
-        them hear, so that the others keep from taking what comes free.
-        """
-        view, load = self._view, self._view.load(index)
-        if view.client_count == 1:
-            return False
-        if load.report is None:  # nobody hears of it, whoever waits
-            return True
-        if load.report.waiting or self._policy.books.of(load).pending:
-            return False
-        return load.report.steps % view.client_count == view.client_index
 
     def _lets_pass(self, prospect: Prospect, index: int, begun: Standing, wants: int) -> bool:
         """Whether others may go first, where a request is held for want of KV.
