@@ -29,7 +29,8 @@ from dpkit.testing.history import History
 from dpkit.testing.idle import check_idle
 from dpkit.testing.sweep import REPLAY, sweep
 from dpkit.testing.wrapper import named
-from tests.nursery.lab import STEP_S, Lab, Timed, settle, told
+from tests.clusters import told
+from tests.nursery.lab import STEP_S, Lab, Timed, settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
