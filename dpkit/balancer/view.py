@@ -81,6 +81,7 @@ class LoadView:
             raise ValueError(f"client {client_index} of {client_count}: count clients from 0")
         self.client_index = client_index
         self.client_count = client_count
+        self.steps_together = False
         self.changes: set[int] = set()
         self._ledger = ledger
         self._heard: Sequence[tuple[int, int, float]] = ()

@@ -342,6 +342,7 @@ class Builder:
         """Make one of `count` clients, with a balancer of its own that knows no engine yet."""
         config, ledger, serves = self._config, Ledger(), self._config.engines[0]
         view = LoadView((), ledger, client_index=index, client_count=count)
+        view.steps_together = any(map(config.steps_together, config.engines))
         flights = Flights(
             make_dispatch(ledger, view, self.policy(index), self.binding(count)),
             limits=self.limits(),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dpkit.abc import Pass
     from dpkit.balancer.admission import AdmissionStatistics, Entry, Ticket
     from dpkit.balancer.dispatch import EarlyDispatch
+    from dpkit.balancer.view import LoadView
     from dpkit.messages import EngineId, GenerateRequest
     from dpkit.names import Binding
     from dpkit.nursery.flight import Limits
@@ -114,10 +115,14 @@ class Line(Generic[W]):
         return self._waiting.keys()
 
     @property
+    def view(self) -> LoadView:
+        """What is known of the engines."""
+        return self._dispatch.books[1]
+
+    @property
     def unreported(self) -> tuple[EngineId, ...]:
         """Engines that they may get, and that have told nothing of their work."""
-        _, view = self._dispatch.books
-        return tuple(load.engine for load in view.loads if load.report is None)
+        return tuple(load.engine for load in self.view.loads if load.report is None)
 
     def statistics(self) -> AdmissionStatistics:
         """The queue, now and since the start."""

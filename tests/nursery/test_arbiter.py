@@ -14,7 +14,7 @@ import trio
 from attrs import evolve
 
 from dpkit.abc import Policy
-from dpkit.balancer.policies.expected_ttft import ExpectedTtft, TtftPass
+from dpkit.balancer.policies.expected_ttft import ExpectedTtft
 from dpkit.config.load import parse_config
 from dpkit.engine.models.cost import CostModel
 from dpkit.errors import ConfigError, Overloaded, RequestRejected
@@ -35,7 +35,7 @@ from tests.nursery.lab import STEP_S, Lab, Timed, settle
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dpkit.abc import LoadView
+    from dpkit.abc import LoadView, Pass
     from dpkit.balancer.books import Prospect
     from dpkit.messages import EngineOutput, GenerateRequest
     from dpkit.nursery.arbiter import Arbiter
@@ -360,7 +360,7 @@ class Sulking(ExpectedTtft):
         self._fail("age")
         return super().age(prospect)
 
-    def open_pass(self, view: LoadView) -> TtftPass:
+    def open_pass(self, view: LoadView) -> Pass:
         self._fail("open_pass")
         return super().open_pass(view)
 

@@ -18,6 +18,7 @@ from attrs import define, field
 
 from dpkit.abc import HoldingPolicy
 from dpkit.balancer.books import UNKNOWN_ROOM, Books, Prospect, prospect_of
+from dpkit.balancer.cohorts import Cohort, CohortPass
 from dpkit.balancer.growth import GrowthReserve
 from dpkit.balancer.outputs import OutputLengths
 from dpkit.balancer.policies.lowest import scan_start
@@ -37,7 +38,7 @@ from dpkit.balancer.ttft import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dpkit.abc import End, LoadView
+    from dpkit.abc import End, LoadView, Pass
     from dpkit.messages import EngineId, GenerateRequest
 
 ONE_IN = 8
@@ -53,6 +54,7 @@ class ExpectedTtft(HoldingPolicy):
     lengths: OutputLengths = field(factory=OutputLengths)
     reserve: GrowthReserve = field(factory=GrowthReserve)
     books: Books = field(factory=Books)
+    cohort: Cohort = field(factory=Cohort)
     _indices: dict[EngineId, int] = field(factory=dict, init=False)
     _standings: list[Standing] = field(factory=list, init=False)
     _rates: list[Rate] = field(factory=list, init=False)
@@ -82,10 +84,12 @@ class ExpectedTtft(HoldingPolicy):
             self.pick(request, view)
         return self._scores
 
-    def open_pass(self, view: LoadView) -> TtftPass:
+    def open_pass(self, view: LoadView) -> Pass:
         """Look at all engines as they stand now, to decide on those that wait."""
         self._renew(view)
-        return TtftPass(self, view, list(self._standings), list(self._rates))
+        standings = list(self._standings)
+        own = TtftPass(self, view, standings, list(self._rates))
+        return CohortPass(own, standings, view, self.cohort) if view.steps_together else own
 
     def best(self, prospect: Prospect, rates: Sequence[Rate], start: int) -> int:
         """Index of the least of these rates' scores; of equals the first from `start` on."""
