@@ -9,7 +9,7 @@ from __future__ import annotations
 from attrs import define, field
 
 LEAST = 0.25
-"""Of the predicted output. With none at all engines run over again and again, and p99 is trebled."""
+"""Of the predicted output. With none at all engines run over all the time, and p99 is trebled."""
 
 MOST = 0.5
 """Where all requests are alike, half of an answer is what is there of it on average."""
