@@ -48,6 +48,11 @@ def test_promises_hold_where_clients_have_an_arbiter_that_dies(part: int) -> Non
     assert outcomes.keys() >= {"length", "EngineLost", "DeadlineExceeded", "Draining", LEFT}
 
 
+@pytest.mark.parametrize("seed", [19, 31, 51, 122])
+def test_what_an_engine_gave_back_goes_on_elsewhere_without_leave_to_resume(seed: int) -> None:
+    run_world(evolve(draw_plan(seed), policy=PolicyName.EXPECTED_TTFT))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
 def test_promises_hold_in_ten_thousand_worlds(part: int) -> None:
