@@ -147,6 +147,9 @@ class LoadView(Protocol):
     client_index: int
     client_count: int
 
+    steps_together: bool
+    """Whether the engines step together, so that each waits for the slowest."""
+
     changes: set[int]
     """Engines whose load has changed. For a policy that keeps what it made of the loads: it takes
     the indices and clears the set. At first, and when an engine came or went, all are in it."""

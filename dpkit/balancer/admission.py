@@ -199,6 +199,10 @@ class AdmissionQueue:
         self._level(entry).returned[ticket] = None
         return ticket
 
+    def is_back(self, ticket: Ticket) -> bool:
+        """Whether one that waits was in front before; see `put_front`."""
+        return ticket in self._levels[ticket.entry.priority].returned
+
     def in_turn(self, most: int) -> list[Ticket]:
         """Those that go next, in their order, as long as each goes when it is its turn."""
         levels = (self._levels[priority].in_turn() for priority in sorted(self._levels))

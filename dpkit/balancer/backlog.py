@@ -75,9 +75,9 @@ class Backlog:
         return 0 if self.report is None else self.report.steps
 
     @property
-    def pending(self) -> int:
-        """Requests that were sent, and of which no report and no output speaks yet."""
-        return self._pending
+    def preemptions(self) -> int:
+        """Likewise."""
+        return 0 if self.report is None else self.report.preemptions
 
     def add(self, sent: Sent) -> None:
         """A request goes there now."""

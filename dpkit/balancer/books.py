@@ -1,4 +1,4 @@
-"""What one client knows of its engines' work and caches: who was sent where, and what they say.
+"""What is known of engines' work and caches: who was sent where, and what they say.
 
 The state of policies that reckon in tokens, with no opinion of its own on where a request should
 go. Follows the hooks of `dpkit.abc.Policy` one to one.
@@ -51,7 +51,7 @@ def prospect_of(request: GenerateRequest) -> Prospect:
 
 
 class Books:
-    """One client's."""
+    """One client's, or those of several clients together."""
 
     def __init__(self) -> None:
         self.prefixes = PrefixIndex()

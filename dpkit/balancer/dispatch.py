@@ -99,13 +99,13 @@ class Placement:
     index: int  # where the engine was in the view; it may have moved since
     engine: EngineId
     charge: Charge
-    _why: Why
+    why: Why
     rank: int
 
     @property
     def reason(self) -> Reason:
         """Why this engine."""
-        return Reason(*self._why)
+        return Reason(*self.why)
 
 
 class EarlyDispatch:
@@ -138,7 +138,12 @@ class EarlyDispatch:
         return self._view.index_of(engine) is not None or engine not in self._view.names
 
     def place(
-        self, request: GenerateRequest, chosen: int = ANYWHERE, *, now: float = 0.0
+        self,
+        request: GenerateRequest,
+        chosen: int = ANYWHERE,
+        *,
+        now: float = 0.0,
+        why: Why | None = None,
     ) -> Placement:
         """Choose an engine for a request and charge it there.
 
@@ -149,6 +154,7 @@ class EarlyDispatch:
             request: What to place.
             chosen: Index of the engine that the policy has chosen for it already, just now.
             now: The time in seconds, from which `Reason.age_s` is reckoned; likewise below.
+            why: What somebody else has chosen it by, whom this policy need not follow.
 
         Resource handling:
             The caller owns the placement and must `release` it, however the request ends.
@@ -169,13 +175,11 @@ class EarlyDispatch:
             index = policy.pick(request, view) if chosen == ANYWHERE else chosen
             if type(index) is not int or not 0 <= index < len(loads):  # -1 would be the last one
                 raise self._nowhere(request, index)
-            rule, score = self._rule, policy.score(request, index, view)
-            scores = policy.scores(request, view)
         else:
             index = self._pinned(request)
-            rule, score, scores = PINNED, None, None
         load = loads[index]
-        why = (*_known(rule, score, load, now), view.engines, scores)
+        if why is None:
+            why = self._why(request, index, load, now)
         engine = load.engine
         charge = self._ledger.charge(request.request_id, engine, expected_tokens(request))
         try:
@@ -249,10 +253,9 @@ class EarlyDispatch:
     def on_report(self, engine: EngineId, report: StepReport, *, now: float = 0.0) -> None:
         """Take a life's own newest word; of one that is not in the view it means nothing."""
         view = self._view
-        index = view.index_of(engine.name)
-        if index is None or (load := view.load(index)).engine != engine:
+        if (index := view.find_life(engine)) is None:
             return
-        load.hear_report(report, now)
+        view.load(index).hear_report(report, now)
         if self._hears_reports:
             view.changes.add(index)
             self._tell("on_report", index)
@@ -276,6 +279,14 @@ class EarlyDispatch:
         picks[rank] += 1
         return Placement(request, index, charge.engine, charge, why, rank)
 
+    def _why(self, request: GenerateRequest, index: int, load: Load, now: float) -> Why:
+        policy, view = self._policy, self._view
+        rule, score, scores = PINNED, None, None
+        if request.engine is None:
+            rule, score = self._rule, policy.score(request, index, view)
+            scores = policy.scores(request, view)
+        return (*_known(rule, score, load, now), view.engines, scores)
+
     def _nowhere(self, request: GenerateRequest, index: int) -> DpkitError:
         return DpkitError(
             f"cannot place request {request.request_id}: policy {self._rule} picked engine "
@@ -298,8 +309,7 @@ class EarlyDispatch:
         )
 
     def _join(self, request: GenerateRequest, held: Charge, now: float) -> Placement:
-        index = self._view.index_of(held.engine.name)
-        if index is None or self._view.engines[index] != held.engine:
+        if (index := self._view.find_life(held.engine)) is None:
             raise RequestRejected(
                 f"cannot place request {request.request_id}: it is in flight on engine "
                 f"{held.engine}, which takes no more; wait for it to end, or choose another "

@@ -1,4 +1,4 @@
-"""Late binding: a request waits at its client until the engine that it is for can begin it.
+"""Late binding: a request waits until the engine that it is for can begin it.
 
 Knows nothing of who waits or in what order: whoever has the queue opens a pass, offers requests in
 their turn, and places those that the pass sends, each before it offers the next. What a pass knows
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LateDispatch(EarlyDispatch):
-    """One client's arbiter, as `EarlyDispatch`, for requests that may be held."""
+    """As `EarlyDispatch`, for requests that may be held; of one client, or of several together."""
 
     binding: ClassVar[Binding] = Binding.LATE
 

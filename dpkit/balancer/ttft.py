@@ -29,9 +29,6 @@ class Weights:
     fill: float = 1.0
     """theta. Share of the KV cache that may be spoken for."""
 
-    growth: float = 0.5
-    """g. Share of the predicted output for which room is kept."""
-
     ageing: float = 5.0
     """beta. A prompt may be passed by those that come so many times its own prefill later."""
 
@@ -97,8 +94,16 @@ class Rate(NamedTuple):
     stalled: float  # how many times its own work a long prompt costs others
 
 
-def rate(engine: Standing, costs: Costs, weights: Weights, length: float) -> Rate:
-    """Take an engine as it stands; `length` is that of an answer."""
+def rate(engine: Standing, costs: Costs, weights: Weights, length: float, reserve: float) -> Rate:
+    """Take an engine as it stands.
+
+    Args:
+        engine: How it stands.
+        costs: Of its steps.
+        weights: The constants.
+        length: Tokens of an answer.
+        reserve: g, the share of the predicted output for which room is kept.
+    """
     room, slowness = engine.room, engine.slowness
     load = costs.decode * engine.requests + costs.context * engine.context
     step = slowness * (costs.step + load)
@@ -108,9 +113,7 @@ def rate(engine: Standing, costs: Costs, weights: Weights, length: float) -> Rat
         engine.prefill,
         room.tokens_per_step,
         slowness,
-        weights.fill * room.kv_tokens
-        - engine.kv_tokens
-        - weights.growth * (engine.growth + length),
+        weights.fill * room.kv_tokens - engine.kv_tokens - reserve * (engine.growth + length),
         # KV comes free when requests end: a whole cache of it in a life of one.
         step * length / room.kv_tokens,
         0.0 if room.has_prefix_cache else weights.stalling * engine.begun,

@@ -81,6 +81,7 @@ class LoadView:
             raise ValueError(f"client {client_index} of {client_count}: count clients from 0")
         self.client_index = client_index
         self.client_count = client_count
+        self.steps_together = False
         self.changes: set[int] = set()
         self._ledger = ledger
         self._heard: Sequence[tuple[int, int, float]] = ()
@@ -135,6 +136,15 @@ class LoadView:
     def index_of(self, name: str) -> int | None:
         """The index of the engine of this name; None: it may not be picked now."""
         return self._indices.get(name)
+
+    def find_life(self, engine: EngineId) -> int | None:
+        """The index of this life of an engine; None: it may not be picked now."""
+        index = self._indices.get(engine.name)
+        return index if index is not None and self._engines[index] == engine else None
+
+    def report_of(self, engine: EngineId) -> StepReport | None:
+        """What this life of an engine told last; None: nothing, or it may not be picked now."""
+        return None if (index := self.find_life(engine)) is None else self._loads[index].report
 
     def find(self, account: Account, index: int) -> int | None:
         """Where a life is now that was at `index` once; None: it has left the view."""
@@ -195,8 +205,7 @@ class LoadView:
 
         What it holds still counts until it is released, and its name is known until `forget`.
         """
-        index = self._indices.get(engine.name)
-        if index is None or self._engines[index] != engine:
+        if (index := self.find_life(engine)) is None:
             return False
         self._ledger.close(self._loads.pop(index))
         self._renumber()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,9 +21,10 @@ from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
 from dpkit.messages import EngineId, GenerateRequest, Room, SamplingParams, Snapshot, StepReport
+from dpkit.names import Binding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from dpkit.abc import Policy
@@ -142,12 +144,13 @@ def read_state(path: Path) -> State:
 def dry_run(
     config: Config, groups: Sequence[GroupFacts], state: State, request: GenerateRequest
 ) -> Pick:
-    """Pick as the first client would, with parts that are a client's own.
+    """Pick as the first client would, or the arbiter of several, with parts that are their own.
 
     Raises:
         RequestRejected: the request names an engine that is not there. What the policy raises.
     """
-    count = max(1, len(state.clients))
+    is_late = config.balancer.bound is Binding.LATE  # then one knows what all have sent
+    count = 1 if is_late else max(1, len(state.clients))
     policy = load_policy(config.balancer.policy, rng=random.Random(0))  # noqa: S311 - no secret
     ledger = Ledger()
     view = LoadView((), ledger, client_count=count)
@@ -155,7 +158,8 @@ def dry_run(
     ready = [(rank, each) for rank, each in enumerate(state.engines) if each.state == READY]
     for rank, each in ready:
         dispatch.add(_id(each.engine), rank, _room(each, groups))
-    for held in _held(state, {str(engine) for engine in view.engines}):
+    told = state.clients if is_late else state.clients[:1]
+    for held in _held(told, {str(engine) for engine in view.engines}):
         dispatch.place(held)
     rows = [
         (each.core.waiting, each.core.running, each.core.kv_cache_usage) for each in state.engines
@@ -193,12 +197,12 @@ def _candidates(policy: Policy, view: LoadView, request: GenerateRequest) -> lis
     ]
 
 
-def _held(state: State, engines: set[str]) -> Iterator[GenerateRequest]:
-    """What the first client has on engines; whose tokens they are does not matter."""
-    for held in state.clients[0].requests if state.clients else ():
+def _held(clients: Iterable[_Client], engines: set[str]) -> Iterator[GenerateRequest]:
+    """What clients have on engines; whose tokens they are does not matter."""
+    for number, held in enumerate(chain.from_iterable(each.requests for each in clients)):
         if held.engine in engines:
             yield GenerateRequest(
-                request_id=f"held {held.request_id}",
+                request_id=f"held {number} {held.request_id}",
                 prompt_token_ids=(-1,) * max(1, held.prompt_tokens),
                 engine=_id(held.engine).name,
             )

@@ -78,8 +78,8 @@ def command(  # noqa: PLR0917 - click passes by keyword
     Engines are simulated by their models' measured costs (`model = "cost:PRESET"`); all else is
     what `dpkit run` runs. T is a trace file (CSV, Mooncake's JSONL, Azure's CSV; gzipped or not) or
     the name of a synthetic workload, which needs no FILE. A fault is `kill:ENGINE@FROM-TO`,
-    `slow:ENGINE,ENGINE*FACTOR@FROM-TO` or `abort:SHARE`, with moments as `35%` of the trace or
-    `90s`.
+    `kill:coordinator@FROM-TO`, `slow:ENGINE,ENGINE*FACTOR@FROM-TO` or `abort:SHARE`, with moments
+    as `35%` of the trace or `90s`.
     """
     from dpkit.simulate.study import compare, find_load  # noqa: PLC0415 - Trio, for --help
     from dpkit.simulate.table import to_json, to_table  # noqa: PLC0415 - likewise

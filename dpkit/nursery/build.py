@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dpkit.abc import Model
-from dpkit.balancer.late import make_dispatch
+from dpkit.balancer.late import LateDispatch, make_dispatch
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
@@ -26,7 +26,7 @@ from dpkit.engine.models import (
     loads_at_once,
 )
 from dpkit.engine.publish import PublishGate
-from dpkit.names import EngineKind
+from dpkit.names import Binding, EngineKind
 from dpkit.nursery.busyloop import BusyLoop
 from dpkit.nursery.client import Client
 from dpkit.nursery.flight import Limits
@@ -37,12 +37,13 @@ from dpkit.nursery.slot import EngineSlot
 from dpkit.nursery.supervisor import Restarts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from dpkit.abc import ModelFace, Policy
     from dpkit.config.schema import Config, EngineGroupConfig
     from dpkit.messages import EngineId, EngineStats
     from dpkit.names import Dtype, Quant
+    from dpkit.nursery.arbitration import Dispatches
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.fanin import StatsFanIn
     from dpkit.nursery.gathering import Gathering
@@ -305,16 +306,45 @@ class Builder:
         room = limits.kv_tokens + 1  # the token sampled last is never computed
         return room if limits.max_model_len is None else min(room, limits.max_model_len)
 
-    def policy(self, index: int) -> Policy:
-        """Make the policy of one client."""
+    def policy(self, index: int | str) -> Policy:
+        """Make the policy of one client, or of all of them."""
         return load_policy(self._config.balancer.policy, rng=self.rng(f"{index}/policy"))
+
+    def binding(self, count: int) -> Binding:
+        """How each of `count` clients binds by itself: late only if it knows all that is sent."""
+        return self._config.balancer.bound if count == 1 else Binding.EARLY
+
+    def everybody(self, count: int) -> LateDispatch | None:
+        """Make the books of `count` clients together; None: they need no arbiter.
+
+        Raises:
+            ConfigError: the policy cannot bind late. What making it raises.
+        """
+        if self._config.balancer.bound is self.binding(count):
+            return None
+        ledger = Ledger()
+        dispatch = make_dispatch(ledger, LoadView((), ledger), self.policy("all"), Binding.LATE)
+        assert isinstance(dispatch, LateDispatch)  # noqa: S101 - as it was asked for
+        return dispatch
+
+    def dispatches(self, clients: Sequence[Flights]) -> Dispatches:
+        """Make what `Arbitration.use` wants: of each client on the books that it has.
+
+        Raises:
+            ConfigError: the policy cannot bind late. What making it raises.
+        """
+        count = len(clients)
+        binding = self.binding(count)
+        each = [make_dispatch(*c.books, self.policy(i), binding) for i, c in enumerate(clients)]
+        return each, self.everybody(count)
 
     def client(self, index: int, count: int) -> tuple[Client, Flights]:
         """Make one of `count` clients, with a balancer of its own that knows no engine yet."""
         config, ledger, serves = self._config, Ledger(), self._config.engines[0]
         view = LoadView((), ledger, client_index=index, client_count=count)
+        view.steps_together = any(map(config.steps_together, config.engines))
         flights = Flights(
-            make_dispatch(ledger, view, self.policy(index), config.balancer.bound),
+            make_dispatch(ledger, view, self.policy(index), self.binding(count)),
             limits=self.limits(),
             membership=self._membership,
             events=self._events,

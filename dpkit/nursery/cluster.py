@@ -33,6 +33,7 @@ from dpkit.errors import (
 )
 from dpkit.imports import refuse_while_importing
 from dpkit.names import Cause
+from dpkit.nursery.arbitration import Arbitration
 from dpkit.nursery.audit import audit_coordinator, audit_engine
 from dpkit.nursery.build import Builder, load_models
 from dpkit.nursery.context import protected_context
@@ -52,15 +53,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from dpkit.balancer.dispatch import EarlyDispatch
     from dpkit.messages import EngineId, Snapshot
+    from dpkit.nursery.arbitration import Dispatches
     from dpkit.nursery.build import Models
     from dpkit.nursery.client import Client
     from dpkit.nursery.reload import Plan
     from dpkit.nursery.services import Services
     from dpkit.nursery.slot import EngineSlot
-
-    Dispatches = Sequence[EarlyDispatch | None]
 
 _log = logging.getLogger(__name__)
 
@@ -78,11 +77,13 @@ class Cluster:
         self._changing = trio.Lock()  # scale and apply: one after the other
         self._fanin = StatsFanIn(ordered=config.coordinator.wave_coordination)
         self._membership = Membership(Health(config.balancer))
+        self._arbitration = Arbitration(lambda: self._builder.everybody(clients))
         self._coordinator = Coordinator(
             make_rules=self._make_rules,
             fanin=self._fanin,
             tell=self._tell,
             membership=self._membership,
+            arbitration=self._arbitration,
             events=self.events,
             on_bug=self._on_bug,
         )
@@ -92,6 +93,9 @@ class Cluster:
         made = [self._builder.client(index, clients) for index in range(clients)]
         self.clients: Sequence[Client] = tuple(client for client, _ in made)
         self._flights = tuple(flights for _, flights in made)
+        if clients > 1:
+            self._membership.add_client(self._arbitration)  # it is told of all when clients are
+        self._arbitration.serve(self._flights)
 
     def __repr__(self) -> str:
         return f"<Cluster {self.config.cluster.name}: {', '.join(map(repr, self._slots))}>"
@@ -149,6 +153,7 @@ class Cluster:
         Walks through all blocks: for tests and for when something looks wrong.
         """
         problems = [problem for client in self.clients for problem in client.audit()]
+        problems += self._arbitration.audit()
         for slot in dict.fromkeys([*self._slots, *self._roster.supervised]):
             problems += audit_engine(slot.life, self._flights)
             if slot.engine in self._membership.serving:
@@ -235,7 +240,8 @@ class Cluster:
             if not (plan := self.plan(config)):
                 return plan
             builder = self._make_builder(config, await load_models(config))
-            dispatches = self._new_dispatches(config, builder)
+            binds_alike = self.config.balancer.binds_like(config.balancer)
+            dispatches = None if binds_alike else builder.dispatches(self._flights)
             try:
                 change = await prepare(self._roster, builder, config, self._launchers.wait_loaded)
             except BaseException:
@@ -263,20 +269,12 @@ class Cluster:
             on_waves=self._coordinator.note_waves,
         )
 
-    def _new_dispatches(self, config: Config, builder: Builder) -> Dispatches:
-        """Make the dispatch of each client; None: it keeps the one it has."""
-        if self.config.balancer.binds_like(config.balancer):
-            return [None] * len(self._flights)
-        binding = config.balancer.bound
-        return [each.rebound(builder.policy(i), binding) for i, each in enumerate(self._flights)]
-
-    def _switch(self, config: Config, builder: Builder, dispatches: Dispatches) -> None:
+    def _switch(self, config: Config, builder: Builder, dispatches: Dispatches | None) -> None:
         self.config, self._builder = config, builder
         self._rules.interval = config.coordinator.interval
         self._membership.use(config.balancer)
         self._roster.use(config, builder)
-        for each, dispatch in zip(self._flights, dispatches, strict=True):
-            each.use(builder.limits(), dispatch)
+        self._arbitration.use(builder.limits(), dispatches)
 
     # The other half of `open_cluster`.
 
@@ -345,6 +343,7 @@ class Cluster:
     def _tell(self, snapshot: Snapshot) -> None:
         for flights in self._flights:
             flights.on_snapshot(snapshot)
+        self._arbitration.on_snapshot(snapshot)
 
 
 @protected_context

@@ -2,8 +2,9 @@
 
 What is sent and when is decided by `dpkit.balancer.coordinator`; this module only has a clock and a
 channel. Requests do without it: while it is away, clients place by their own counts and the last
-snapshot. So when it fails it is restarted, with rules that know nothing but who serves now, and
-learns the loads anew from what engines said last.
+snapshot, and the arbiter that several of them have is away with it. So when it fails it is
+restarted, with rules that know nothing but who serves now, and learns the loads anew from what
+engines said last.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from dpkit.balancer.coordinator import CoordinatorRules
     from dpkit.messages import Snapshot
+    from dpkit.nursery.arbitration import Arbitration
     from dpkit.nursery.events import EventLog
     from dpkit.nursery.fanin import StatsFanIn
     from dpkit.nursery.membership import Membership
@@ -41,6 +43,7 @@ class Coordinator(Observer):
         fanin: Where engines publish; this is its one receiver.
         tell: Hands a snapshot to every client; synchronous.
         membership: Tells the rules who serves.
+        arbitration: The arbiter of several clients, as long as a life lasts.
         events: Told when a life is lost.
         on_bug: Told when it was lost by a bug of dpkit's.
     """
@@ -52,6 +55,7 @@ class Coordinator(Observer):
         fanin: StatsFanIn,
         tell: Callable[[Snapshot], None],
         membership: Membership,
+        arbitration: Arbitration,
         events: EventLog,
         on_bug: Callable[[InternalError, str], None],
     ) -> None:
@@ -62,10 +66,14 @@ class Coordinator(Observer):
         self._fanin = fanin
         self._tell = tell
         self._membership = membership
+        self._arbitration = arbitration
         self._events = events
         self._on_bug = on_bug
         self._waves = (0, False)
+        self._scope = trio.CancelScope()  # of the present life
+        self._cause: Exception | None = None
         membership.inform(self.rules)
+        arbitration.on_failed = self.lose
 
     async def run(self) -> None:
         """Serve, life after life, until cancelled."""
@@ -73,6 +81,7 @@ class Coordinator(Observer):
 
     def failed(self, name: str, life: int, error: Exception) -> None:
         """A life was lost."""
+        self._arbitration.close()
         what = describe(error)
         _log.warning("the %s was lost in its life %d: %s", name, life, what)
         self._events.emit(EventKind.COORDINATOR_LOST, detail=what)
@@ -85,6 +94,11 @@ class Coordinator(Observer):
         for snapshot in self.rules.on_waves(wave, running):
             self._tell(snapshot)
 
+    def lose(self, cause: Exception) -> None:
+        """Give the present life up, whatever it does; between two lives nothing happens."""
+        self._cause = cause
+        self._scope.cancel()
+
     async def _live(self, number: int) -> None:
         if number:
             self.restarts += 1
@@ -92,7 +106,11 @@ class Coordinator(Observer):
             self.rules.on_waves(*self._waves)
             self._membership.inform(self.rules)
             self._fanin.repeat(self._membership.serving)
-        await self._serve(self.rules)
+            self._arbitration.open()
+        with trio.CancelScope() as self._scope:
+            await self._serve(self.rules)
+        if self._cause is not None:
+            raise self._cause
 
     async def _serve(self, rules: CoordinatorRules) -> None:
         while True:

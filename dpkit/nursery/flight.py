@@ -26,7 +26,7 @@ from dpkit.nursery.events import Event, EventKind, Figures
 
 if TYPE_CHECKING:
     from dpkit.balancer.admission import Ticket
-    from dpkit.balancer.dispatch import Placement
+    from dpkit.balancer.dispatch import Placement, Why
     from dpkit.balancer.retries import RetryBudget
     from dpkit.errors import DpkitError, EngineLost
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
@@ -121,6 +121,8 @@ class Flight:
     retries: int = 0
     prospect: object = None
     """What the policy wants to know of it while it waits, made when it is first wanted."""
+    why: Why | None = None
+    """What the arbiter of several clients chose its engine by."""
     admitted_at: float = field(factory=trio.current_time)
     placed_at: float | None = None
     """On its first engine."""
@@ -207,7 +209,7 @@ class Flight:
 
         The prompt was described with the first token, so that is not asked again.
         """
-        self.times_out_at = times_out_at
+        self.times_out_at, self.why = times_out_at, None
         if not self.delivered:
             return
         asked, self.prospect = self.receiver.request, None

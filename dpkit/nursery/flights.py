@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.balancer.late import make_dispatch
 from dpkit.balancer.retries import RetryBudget
 from dpkit.errors import ClusterClosed, EngineLost, describe
 from dpkit.names import Binding, Cause, FinishReason
 from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.flight import Flight, cause_of, has_budget, lateness, refusal
+from dpkit.nursery.guided import GuidedLine
 from dpkit.nursery.inbox import duplicate
-from dpkit.nursery.line import Line
 from dpkit.nursery.meter import FirstTokens
 from dpkit.nursery.rescue import Rescue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from dpkit.abc import EngineLink, Policy
+    from dpkit.abc import EngineLink
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
+    from dpkit.balancer.ledger import Ledger
+    from dpkit.balancer.view import LoadView
     from dpkit.errors import DpkitError
     from dpkit.messages import EngineId, EngineOutput, Room, Snapshot, StepReport
     from dpkit.nursery.events import EventLog
@@ -50,8 +51,6 @@ class Flights:
         """Requests on engines, now."""
         self.started = self.retried = self.resumed = self.late_outputs = self.sinks_failed = 0
         self.retries, self.first_tokens = RetryBudget(), FirstTokens()
-        self.line = Line(dispatch, limits)
-        """Who waits for a place."""
         self._dispatch = dispatch
         self._limits = limits
         self._membership = membership
@@ -59,10 +58,11 @@ class Flights:
         self._links: dict[EngineId, EngineLink] = {}
         self._rooms: dict[EngineId, Room] = {}
         self._flights: dict[str, Flight] = {}
+        self.line = GuidedLine(dispatch, limits, self._send, self._has_room, self._flights)
+        """Who waits for a place."""
         self.rescue = Rescue(self._flights, self._links, self._rooms, self._place_anew, self.fill)
         self._alarms = Alarms()
         self._refusal: type[DpkitError] | None = None
-        self._filling = False
         self._idle = trio.lowlevel.ParkingLot()
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class Flights:
         return len(self._flights) - self.placed
 
     def use(self, limits: Limits, dispatch: EarlyDispatch | None) -> None:
-        """Go on with new limits, and perhaps another dispatch; nobody under way notices."""
+        """Go on with new limits, and perhaps another dispatch; `fill` when all clients do."""
         self._limits = limits
         if dispatch is not None:
             dispatch.picks = self._dispatch.picks  # counted since the start, whoever picks
@@ -83,16 +83,16 @@ class Flights:
             for flight in self._flights.values():
                 flight.prospect = None  # of a policy that is gone
         self.line.use(self._dispatch, limits)
-        self.fill()
-
-    def rebound(self, policy: Policy, binding: Binding) -> EarlyDispatch:
-        """A dispatch of the same books, for `use`; ConfigError: the policy cannot bind so."""
-        return make_dispatch(*self._dispatch.books, policy, binding)
 
     @property
     def picks(self) -> Mapping[str, Mapping[int, int]]:
         """Requests placed so far, by rule and by rank."""
         return self._dispatch.picks
+
+    @property
+    def books(self) -> tuple[Ledger, LoadView]:
+        """What it knows of its engines; a dispatch for `use` must be of these."""
+        return self._dispatch.books
 
     def placed_on(self, engine: EngineId) -> Iterator[str]:
         """Ids of the requests that one life of an engine has."""
@@ -143,9 +143,15 @@ class Flights:
     def on_report(self, engine: EngineId, report: StepReport) -> None:
         """Take an engine's own word: it may have room now. Called by links, on Trio's thread."""
         self._dispatch.on_report(engine, report, now=trio.current_time())
-        if self.line:
-            self.fill()
-        self.rescue.look(engine, report, self._dispatch, moves=self._limits.moves)
+        if self.line.seat is None:  # else the arbiter hears of it too, and acts on it
+            if self.line:
+                self.fill()
+            self.relieve(engine, report)
+
+    def relieve(self, engine: EngineId, report: StepReport) -> None:
+        """Have back what waits on an engine, if that has just told that it is short of memory."""
+        if self.line.binding is Binding.LATE:
+            self.rescue.look(engine, report, self.books, moves=self._limits.moves)
 
     # A request's life.
 
@@ -165,7 +171,7 @@ class Flights:
             raise duplicate(request.request_id)
         times_out_at = trio.current_time() + self._limits.queue_timeout
         flight = Flight(receiver, request, self._limits.retries, times_out_at, self.first_tokens)
-        index = self.line.admit(flight) if self._has_room else None
+        index = self.line.admit(flight)
         if index is None:
             self.line.put(flight)
         self._flights[request.request_id] = flight
@@ -186,6 +192,7 @@ class Flights:
             flight.answer()
             if flight.placement is not None:
                 self._dispatch.on_answered(flight.placement)
+                self.line.on_answered(flight)
             self._membership.on_success(engine)
             if self.line:
                 self.fill()  # of an engine that does not report, this is the news
@@ -278,19 +285,10 @@ class Flights:
 
     def fill(self) -> None:
         """Place whoever is next in line, for as long as there is room."""
-        if self._filling:
-            return  # called back from within: the loop goes on below
-        self._filling = True
-        try:
-            while self.line and self._has_room and (found := self.line.next()) is not None:
-                self._send(*found)
-        finally:
-            self._filling = False
+        self.line.fill()
 
-    @property
     def _has_room(self) -> bool:
-        bound = self._limits.max_inflight
-        return bound is None or self.placed < bound
+        return (most := self._limits.max_inflight) is None or self.placed < most
 
     def _send(self, flight: Flight, index: int) -> None:
         """Place a request now, unless it is too late: it must not waste a step."""
@@ -300,7 +298,7 @@ class Flights:
             self._expire(flight, now)
             return
         try:
-            placement = self._dispatch.place(flight.request, index, now=now)
+            placement = self._dispatch.place(flight.request, index, now=now, why=flight.why)
         except Exception as error:  # noqa: BLE001 - the reader's to handle, whatever a policy raises
             self.line.look_again()
             self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
@@ -382,6 +380,7 @@ class Flights:
             placement, flight.placement, flight.engine = flight.placement, None, None
             self.placed -= 1
             self._dispatch.release(placement, flight.delivered, finished=finished)
+            self.line.on_released(flight, finished=finished)
 
     def _conclude(self, flight: Flight, reason: FinishReason, cause: Cause) -> None:
         """The one terminal event of a request."""

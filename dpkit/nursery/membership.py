@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from dpkit.balancer.coordinator import CoordinatorRules
     from dpkit.balancer.health import Ejection, Health, HealthStatistics
     from dpkit.messages import EngineId, Room
-    from dpkit.nursery.flights import Flights
     from dpkit.nursery.inbox import Deliver, OnReport
 
     MakeLink = Callable[["Listener"], EngineLink]
@@ -37,6 +36,31 @@ class Listener(Protocol):
         """Takes reports."""
 
 
+class Member(Listener, Protocol):
+    """Who is told of the engines: a client, or the arbiter of several."""
+
+    def connect(self, link: EngineLink, room: Room | None = None) -> None:
+        """A life of an engine serves; what it can hold and do at once, if that is known."""
+
+    def disconnect(self, engine: EngineId) -> None:
+        """A life is over."""
+
+    def expect(self, name: str) -> None:
+        """An engine will come."""
+
+    def dismiss(self, name: str) -> None:
+        """An engine will not come back."""
+
+    def offer(self, engine: EngineId, rank: int) -> None:
+        """A life may be picked; `fill` comes when all know."""
+
+    def withdraw(self, engine: EngineId) -> None:
+        """A life may not be picked."""
+
+    def fill(self) -> None:
+        """Who waits may have room now."""
+
+
 class Membership:
     """The engines that serve now, by incarnation.
 
@@ -47,7 +71,7 @@ class Membership:
     def __init__(self, health: Health) -> None:
         self._health = health
         self._rules: CoordinatorRules | None = None
-        self._clients: list[Flights] = []
+        self._clients: list[Member] = []
         self._listeners: list[Listener] = []
         self._ranks: dict[EngineId, int] = {}
         self._offered: set[EngineId] = set()
@@ -79,9 +103,9 @@ class Membership:
         """Judge by new rules from now on."""
         self._health.rules = rules
 
-    def add_client(self, flights: Flights) -> None:
+    def add_client(self, client: Member) -> None:
         """Keep a client's view from now on; before the first engine joins."""
-        self._clients.append(flights)
+        self._clients.append(client)
 
     def add_listener(self, listener: Listener) -> None:
         """Have what engines report heard by one more; before the first engine joins."""
@@ -89,14 +113,14 @@ class Membership:
 
     def expect(self, name: str) -> None:
         """An engine belongs to the cluster and will come: requests may be pinned to it already."""
-        for flights in self._clients:
-            flights.expect(name)
+        for client in self._clients:
+            client.expect(name)
 
     def dismiss(self, name: str) -> None:
         """An engine will not come back: pins to it are refused from now on."""
         self._health.forget(name)
-        for flights in self._clients:
-            flights.dismiss(name)
+        for client in self._clients:
+            client.dismiss(name)
 
     def join(
         self, engine: EngineId, rank: int, make_link: MakeLink, room: Room | None = None
@@ -105,8 +129,8 @@ class Membership:
 
         `room` is what it can hold and do at once, if that is known.
         """
-        for flights in self._clients:
-            flights.connect(make_link(flights), room)
+        for client in self._clients:
+            client.connect(make_link(client), room)
         now = trio.current_time()
         self._ranks[engine] = rank
         if self._rules is not None:
@@ -132,8 +156,8 @@ class Membership:
     def forget(self, engine: EngineId) -> None:
         """A life is over and its requests have been told."""
         self.leave(engine, lost=False)
-        for flights in self._clients:
-            flights.disconnect(engine)
+        for client in self._clients:
+            client.disconnect(engine)
 
     def on_placed(self, engine: EngineId) -> None:
         """A request went there: if it is a probe, it is the only one, of all clients'."""
@@ -170,13 +194,13 @@ class Membership:
             self._withdraw(engine)
         for engine in sorted(pickable - self._offered, key=self._ranks.__getitem__):
             self._offered.add(engine)
-            for flights in self._clients:
-                flights.offer(engine, self._ranks[engine])
-        for flights in self._clients:
-            flights.fill()
+            for client in self._clients:
+                client.offer(engine, self._ranks[engine])
+        for client in self._clients:
+            client.fill()
         self._timer.unpark_all()
 
     def _withdraw(self, engine: EngineId) -> None:
         self._offered.discard(engine)
-        for flights in self._clients:
-            flights.withdraw(engine)
+        for client in self._clients:
+            client.withdraw(engine)

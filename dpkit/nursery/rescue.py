@@ -4,7 +4,7 @@ What an engine has been sent it must finish, unless it is asked: what waits ther
 preempted, may be given up. At the client it goes to whichever engine has room first, and others may
 pass it that have room now; an engine lets nobody pass who waits. Looks at what engines report, and
 asks those for it. The engine's answer decides; whoever owns the requests places them anew. Only
-where requests are bound late, and by one client: else they would be sent at once, to wait again.
+where requests are bound late: else they would be sent at once, to wait again.
 
 An answer that was preempted has its tokens computed anew wherever it goes on, and what it says next
 follows from those and its seed alone. So where all engines compute alike nothing is lost by moving
@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.balancer.late import LateDispatch
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from dpkit.abc import EngineLink
-    from dpkit.balancer.dispatch import EarlyDispatch
+    from dpkit.balancer.ledger import Ledger
+    from dpkit.balancer.view import LoadView
     from dpkit.messages import EngineId, Room, StepReport
     from dpkit.nursery.flight import Flight
 
@@ -73,33 +72,37 @@ class Rescue:
         self._asked.discard(engine)
 
     def look(
-        self, engine: EngineId, report: StepReport, dispatch: EarlyDispatch, *, moves: bool
+        self,
+        engine: EngineId,
+        report: StepReport,
+        books: tuple[Ledger, LoadView],
+        *,
+        moves: bool,
     ) -> None:
         """Ask a starved engine for what waits there.
 
         Args:
             engine: Who has just told of a step.
             report: What it told.
-            dispatch: Knows where there is room.
+            books: Say what was sent there, in which order, and who may be picked now.
             moves: `Limits.moves`; what leaves a cluster may be other than what takes its place.
         """
         room = self._rooms.get(engine)
         if room is None or engine in self._asked or not is_starved(report, room):
             return
-        if not isinstance(dispatch, LateDispatch) or dispatch.books[1].client_count > 1:
-            return
-        moves = moves and engine in dispatch.books[1].engines
-        waiting = self._waiting(engine, report, dispatch)
+        ledger, view = books
+        moves = moves and engine in view.engines
+        waiting = self._waiting(ledger.requests(engine), report)
         if wanted := [name for name, flight in waiting if self._may_move(flight, moves=moves)]:
             self._asked.add(engine)
             self._links[engine].take_back(wanted, self._on_taken)
 
-    def _waiting(
-        self, engine: EngineId, report: StepReport, dispatch: LateDispatch
-    ) -> Iterator[tuple[str, Flight]]:
-        """Those that probably wait, newest first: an engine runs what came first."""
-        ledger, _ = dispatch.books
-        known = ledger.requests(engine)[: report.acknowledged - report.sent or None]
+    def _waiting(self, sent: Sequence[str], report: StepReport) -> Iterator[tuple[str, Flight]]:
+        """Those that probably wait, newest first: an engine runs what came first.
+
+        Of several clients each asks for as many: of those that run the engine gives up none.
+        """
+        known = sent[: report.acknowledged - report.sent or None]
         for request_id in reversed(known[-report.waiting :]):
             if (flight := self._flights.get(request_id)) is not None:
                 yield request_id, flight

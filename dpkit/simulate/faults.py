@@ -1,7 +1,7 @@
-"""What goes wrong in a run: an engine that dies for a while, slow ones, readers that leave.
+"""What goes wrong in a run: who dies for a while, engines that are slow, readers that leave.
 
-A plan is text, so that it can be repeated. Troubles are put in through the engines' models; the
-cluster under test deals with them as it does with real ones.
+A plan is text, so that it can be repeated. Troubles are put in through the engines' models, and the
+coordinator's are deaths of its task; the cluster under test deals with them as with real ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpkit.abc import Model
 from dpkit.engine.models import load_model
 from dpkit.errors import ConfigError
 from dpkit.simulate.settings import costs_of
-from dpkit.testing.faults import CRASH, Fault, FaultKind, FaultyModel
+from dpkit.testing.faults import CRASH, Fault, FaultKind, FaultyModel, kill_coordinator
 from dpkit.testing.wrapper import ModelOfEach, named
 
 if TYPE_CHECKING:
@@ -26,9 +26,16 @@ if TYPE_CHECKING:
 
     from dpkit.config.groups import EngineGroupConfig, SupervisionConfig
     from dpkit.config.schema import Config
+    from dpkit.nursery.cluster import Cluster
 
-FORMS = "kill:ENGINE@FROM-TO, slow:ENGINE*FACTOR, slow:ENGINE,ENGINE*FACTOR@FROM-TO, abort:SHARE"
+FORMS = (
+    "kill:ENGINE@FROM-TO, kill:coordinator@FROM-TO, slow:ENGINE*FACTOR, "
+    "slow:ENGINE,ENGINE*FACTOR@FROM-TO, abort:SHARE"
+)
 """What a plan is made of; moments are shares of the trace ("35%") or seconds ("90s")."""
+
+AGAIN_S = 0.1
+"""How long a coordinator may live that is to be dead."""
 
 _NUMBER = r"\d+(?:\.\d+)?"
 _MOMENT = rf"{_NUMBER}(?:%|s)"
@@ -36,6 +43,7 @@ _TROUBLE = re.compile(
     rf"(?P<kind>kill|slow):(?P<engines>\d+(?:,\d+)*)(?:\*(?P<factor>{_NUMBER}))?"
     rf"(?:@(?P<start>{_MOMENT})-(?P<end>{_MOMENT}))?"
 )
+_OUTAGE = re.compile(rf"kill:coordinator@(?P<start>{_MOMENT})-(?P<end>{_MOMENT})")
 _ABORT = re.compile(rf"abort:(?P<share>{_NUMBER})%")
 
 
@@ -51,10 +59,19 @@ class Trouble:
 
 
 @frozen(kw_only=True)
+class Outage:
+    """The coordinator dies, and each life that follows before the end."""
+
+    start_s: float
+    end_s: float
+
+
+@frozen(kw_only=True)
 class FaultPlan:
     """All that goes wrong in a run."""
 
     troubles: tuple[Trouble, ...] = ()
+    outages: tuple[Outage, ...] = ()
     abort_share: float = 0.0
     """Share of the requests whose readers leave in the midst of the answer."""
 
@@ -71,16 +88,20 @@ def parse_faults(texts: Iterable[str], *, span_s: float, engines: int) -> FaultP
         ConfigError: a text is no such plan, or names an engine that does not exist.
     """
     troubles: list[Trouble] = []
+    outages: list[Outage] = []
     abort_share = 0.0
     for text in (part.strip() for each in texts for part in each.split(";")):
         if match := _ABORT.fullmatch(text):
             abort_share = min(1.0, float(match["share"]) / 100)
+        elif match := _OUTAGE.fullmatch(text):
+            start_s, end_s = _span(text, match, span_s)
+            outages.append(Outage(start_s=start_s, end_s=end_s))
         elif (match := _TROUBLE.fullmatch(text)) and _is_whole(match):
             troubles += _troubles(text, match, span_s, engines)
         else:
             raise ConfigError([f"--fault {text!r}: no such fault; it may be {FORMS}"])
     _check_outages(troubles)
-    return FaultPlan(troubles=tuple(troubles), abort_share=abort_share)
+    return FaultPlan(troubles=tuple(troubles), outages=tuple(outages), abort_share=abort_share)
 
 
 def _check_outages(troubles: Iterable[Trouble]) -> None:
@@ -105,6 +126,17 @@ def _is_whole(match: re.Match[str]) -> bool:
 
 
 def _troubles(text: str, match: re.Match[str], span_s: float, engines: int) -> Iterator[Trouble]:
+    start_s, end_s = _span(text, match, span_s)
+    for rank in map(int, match["engines"].split(",")):
+        if rank >= engines:
+            problem = f"--fault {text!r}: there is no engine {rank}; they are 0 to {engines - 1}"
+            raise ConfigError([problem])
+        factor = float(match["factor"]) if match["kind"] == "slow" else None
+        yield Trouble(rank=rank, start_s=start_s, end_s=end_s, factor=factor)
+
+
+def _span(text: str, match: re.Match[str], span_s: float) -> tuple[float, float]:
+    """From when to when."""
     start_s = _moment(match["start"], span_s) if match["start"] else 0.0
     end_s = _moment(match["end"], span_s) if match["end"] else math.inf
     if not span_s and "%" in text:
@@ -112,12 +144,7 @@ def _troubles(text: str, match: re.Match[str], span_s: float, engines: int) -> I
         raise ConfigError([problem])
     if end_s <= start_s:
         raise ConfigError([f"--fault {text!r}: it ends before it begins; swap the two moments"])
-    for rank in map(int, match["engines"].split(",")):
-        if rank >= engines:
-            problem = f"--fault {text!r}: there is no engine {rank}; they are 0 to {engines - 1}"
-            raise ConfigError([problem])
-        factor = float(match["factor"]) if match["kind"] == "slow" else None
-        yield Trouble(rank=rank, start_s=start_s, end_s=end_s, factor=factor)
+    return start_s, end_s
 
 
 def _moment(text: str, span_s: float) -> float:
@@ -212,3 +239,11 @@ async def befall(trouble: Trouble, model: FaultyModel, began: float) -> None:
     if trouble.factor is not None and trouble.end_s < math.inf:
         await trio.sleep_until(began + trouble.end_s)
         model.always = None
+
+
+async def keep_dead(cluster: Cluster, outage: Outage, began: float) -> None:
+    """Kill the coordinator again and again, for as long as it is to be away; `began` as above."""
+    await trio.sleep_until(began + outage.start_s)
+    while trio.current_time() < began + outage.end_s:
+        kill_coordinator(cluster)
+        await trio.sleep(AGAIN_S)

@@ -21,7 +21,7 @@ from dpkit._trio import seeded_scheduler
 from dpkit.errors import ClusterClosed
 from dpkit.messages import SamplingParams
 from dpkit.nursery.cluster import open_cluster
-from dpkit.simulate.faults import FaultPlan, befall, prepared, strike
+from dpkit.simulate.faults import FaultPlan, befall, keep_dead, prepared, strike
 from dpkit.simulate.lockstep import step_together
 from dpkit.simulate.meter import Life
 from dpkit.simulate.prompts import prompt_of
@@ -80,7 +80,7 @@ def run(scenario: Scenario, *, on_progress: Callable[[int], None] = lambda _: No
         prepared(scenario.config, scenario.faults) as (config, models),
         seeded_scheduler(scenario.seed),
         seldom_collected(),
-        _hushed() if models or config.coordinator.wave_coordination else nullcontext(),
+        _hushed() if _is_loud(scenario, models) else nullcontext(),
         bare_interrupt(),
     ):
         scenario = evolve(scenario, config=config)
@@ -107,6 +107,12 @@ def bare_interrupt() -> Iterator[None]:
         if group.subgroup(KeyboardInterrupt) is None:
             raise
         raise KeyboardInterrupt from group
+
+
+def _is_loud(scenario: Scenario, models: Mapping[int, FaultyModel]) -> bool:
+    """Whether dpkit would warn of what goes on."""
+    faults, together = scenario.faults, scenario.config.coordinator.wave_coordination
+    return bool(models or faults.outages or together)
 
 
 @contextmanager
@@ -140,6 +146,8 @@ async def _main(
                 if not trouble.start_s and trouble.factor is not None:
                     strike(trouble, models[trouble.rank])  # before the first request
                 nursery.start_soon(befall, trouble, models[trouble.rank], began)
+            for outage in scenario.faults.outages:
+                nursery.start_soon(keep_dead, cluster, outage, began)
             await crowd.run()
             nursery.cancel_scope.cancel()
         statistics = cluster.statistics()

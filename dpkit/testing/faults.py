@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from dpkit.abc import Model
     from dpkit.messages import Batch, StepResult
+    from dpkit.nursery.cluster import Cluster
 
 FOR_EVER = 1e9
 """Seconds of a step that hangs: thirty years."""
@@ -62,6 +63,15 @@ class Fault:
 CRASH, HANG, GARBAGE = (
     Fault(kind) for kind in (FaultKind.CRASH, FaultKind.HANG, FaultKind.GARBAGE)
 )
+
+
+def kill_coordinator(cluster: Cluster) -> None:
+    """Let a cluster's coordinator fail, and the arbiter of its clients with it.
+
+    It is restarted with a longer wait each time; between two of its lives nothing happens.
+    """
+    crash = InjectedCrash("injected: the coordinator dies")
+    cluster._coordinator.lose(crash)  # noqa: SLF001 - a seam for tests, no part of a cluster's face
 
 
 class FaultyModel(ModelWrapper):

@@ -2,7 +2,7 @@
 
 P1  Every request has exactly one outcome, the same at its reader and in the cluster's event log.
 P2  What was delivered is a prefix, in order, without gaps or repeats, of what one life of an engine
-    produced; or of two or more, where the request was resumed.
+    produced; or of two or more, where the request was resumed, or an engine gave it back.
 P3  When nothing is under way, nothing is held (`dpkit.testing.idle`); no engine works on for a
     reader that has gone, and a request is tried no more often than the config says, and once more
     for each time that an engine was asked to give it back.
@@ -212,7 +212,9 @@ class History:
             yield f"P1: {entry.request_id} has the outcomes {entry.outcomes or 'none'}"
         told = self._runs.get(entry.request_id, [])
         runs = [run for run in told if entry.number < run.begun <= entry.until]
-        if self._runs and not explains(entry.tokens, 0, runs, resumes=entry.resumes):
+        # What an engine gave back goes on elsewhere, whether or not it would after a loss.
+        goes_on = entry.resumes or given_back > 0
+        if self._runs and not explains(entry.tokens, 0, runs, resumes=goes_on):
             yield f"P2: {entry.request_id} got {entry.tokens}, produced were {runs}"
         if entry.wasted > LATE:
             yield f"P3: {entry.wasted} tokens were made of {entry.request_id} after its end"

@@ -53,10 +53,11 @@ class Blow(enum.StrEnum):
     BURST = "burst"  # so many requests come at once
     SCALE = "scale"  # the engine's group is to have `size` engines
     RELOAD = "reload"  # new settings, by the number `size`; of the odd ones a group is replaced
+    COORDINATOR = "coordinator"  # it dies, and all its lives of the next `size` seconds
     DRAIN = "drain"  # nothing more is admitted; after `size` seconds all that is left is aborted
 
 
-WORLD_WIDE = {Blow.STATS, Blow.LEAVE, Blow.BURST, Blow.DRAIN}
+WORLD_WIDE = {Blow.STATS, Blow.LEAVE, Blow.BURST, Blow.COORDINATOR, Blow.DRAIN}
 
 SIZES: Mapping[Blow, Callable[[random.Random], float]] = {
     Blow.OUT_OF_MEMORY: lambda rng: rng.randint(1, 30),
@@ -67,6 +68,7 @@ SIZES: Mapping[Blow, Callable[[random.Random], float]] = {
     Blow.BURST: lambda rng: rng.randint(5, 20),
     Blow.SCALE: lambda rng: rng.randint(0, 3),
     Blow.RELOAD: lambda rng: rng.randint(0, 9),
+    Blow.COORDINATOR: lambda rng: rng.choice([0.0, 0.5]),
     Blow.DRAIN: lambda rng: rng.choice([0.05, 0.3, float("inf")]),
 }
 

@@ -17,7 +17,15 @@ from dpkit._trio import seeded_scheduler
 from dpkit.engine.models.cost import CostModel
 from dpkit.errors import ClusterClosed, ClusterFailed, ConfigError, ScalingFailed
 from dpkit.nursery.cluster import open_cluster
-from dpkit.testing.faults import CRASH, GARBAGE, HANG, Fault, FaultKind, FaultyModel
+from dpkit.testing.faults import (
+    CRASH,
+    GARBAGE,
+    HANG,
+    Fault,
+    FaultKind,
+    FaultyModel,
+    kill_coordinator,
+)
 from dpkit.testing.history import History
 from dpkit.testing.links import Line, LineFaults, put_stats_on
 from dpkit.testing.plan import BLOCKS, EVERYONE, Blow, Plan, changed, config_of, draw_ask
@@ -35,6 +43,9 @@ BAD_STATS = LineFaults(duplicate=0.2, delay=0.3, reorder=True)
 
 LEAVE_WITHIN_S = 0.3
 """What engines that leave have not finished by then goes elsewhere."""
+
+AGAIN_S = 0.05
+"""How long a coordinator may live that is to be dead."""
 
 _CHANGES = {Blow.SCALE, Blow.RELOAD, Blow.DRAIN}
 
@@ -159,6 +170,8 @@ class World:
             _strike(self.models[trouble.target], trouble)
         elif trouble.blow is Blow.STATS:
             self._line.faults = evolve(BAD_STATS, loss=trouble.size)
+        elif trouble.blow is Blow.COORDINATOR:
+            await _keep_dead(cluster, trouble.at + trouble.size)
         elif trouble.blow is Blow.LEAVE:
             readers = list(self._readers)
             for scope in self._rng.sample(readers, round(len(readers) * trouble.size)):
@@ -185,6 +198,13 @@ class World:
         except (ConfigError, ScalingFailed, ClusterClosed) as error:
             said = type(error).__name__
         self.history.note("changed", trouble.target, f"{trouble.blow} {said}")
+
+
+async def _keep_dead(cluster: Cluster, until: float) -> None:
+    kill_coordinator(cluster)
+    while trio.current_time() < until:
+        await trio.sleep(AGAIN_S)
+        kill_coordinator(cluster)
 
 
 def _strike(model: FaultyModel, trouble: Trouble) -> None:

@@ -263,8 +263,8 @@ def test_who_is_long_held_for_want_of_kv_lets_those_pass_that_leave_him_room() -
     for _ in range(24):
         assert client.decide(900) == [0]
         client.report(0, requests=1, kv_tokens_used=25_000, steps=210)
-    # Of 50,000 he wants 25,000, and half of 200 are to come to him and to who passes him.
-    assert decide(3_201, 3_200) == [None, 0], "21,600 have passed him"
+    # Of 50,000 he wants 25,000, and a quarter of 200 is to come to him and to who passes him.
+    assert decide(3_301, 3_300) == [None, 0], "21,600 have passed him"
 
 
 def test_growth_is_reserved_before_somebody_is_let_in() -> None:
@@ -275,11 +275,21 @@ def test_growth_is_reserved_before_somebody_is_let_in() -> None:
     client.dispatch.on_answered(old)
     client.report(0, requests=2, steps=899)
     client.dispatch.on_answered(young)
-    # 50,000 hold 49,500. The old one is longer than answers are. Half is kept free of the 300 that
-    # the young one has to come after 100 steps, and of the 400 of the new one.
+    # 50,000 hold 49,500. The old one is longer than answers are. A quarter is kept free of the 300
+    # that the young one has to come after 100 steps, and of the 400 of the new one.
     client.report(0, requests=2, steps=1000, kv_tokens_used=49_500)
-    assert client.decide(151) == [None]
-    assert client.decide(150) == [0]
+    assert client.decide(326) == [None]
+    assert client.decide(325) == [0]
+
+
+def test_where_engines_run_out_of_kv_twice_as_much_growth_is_reserved() -> None:
+    client = Late(1)
+    client.send(10)
+    client.report(0, requests=1, kv_tokens_used=49_500, steps=1)
+    assert client.decide(401) == [None], "a quarter of the 200 and 200 tokens of two answers"
+    client.report(0, requests=1, kv_tokens_used=49_500, steps=2, preemptions=1)
+    assert client.decide(301) == [None], "half of them"
+    assert client.decide(300) == [0]
 
 
 def test_of_those_that_ended_no_growth_is_expected() -> None:
@@ -396,24 +406,6 @@ def test_requests_of_other_clients_count_as_the_engine_says() -> None:
     client = Late(2, clients=2)
     client.report(0, requests=5, unprefilled_tokens=900, scheduled_tokens=0, waiting=5)
     assert client.send(100).index == 1
-
-
-def test_of_several_clients_one_at_a_time_waits_on_an_engine_for_kv() -> None:
-    room = ROOM._replace(requests=64)
-    client = Late(1, clients=2, room=room)
-    client.send(100)
-    full = {"requests": 9, "kv_tokens_used": 49_000}
-    client.report(0, **full, waiting=1, steps=2)
-    assert client.decide(500) == [None], "somebody waits there"
-    client.report(0, **full, steps=3)
-    assert client.decide(500) == [None], "it is the other client's turn"
-    client.report(0, **full, steps=4)
-    assert client.decide(500, 500) == [0, None]
-    assert client.decide(500) == [None], "no report speaks of the one that went"
-    alone = Late(1, room=room)
-    alone.send(100)
-    alone.report(0, **full, steps=4)
-    assert alone.decide(900) == [None]
 
 
 def test_every_pick_has_the_scores_of_all_engines() -> None:

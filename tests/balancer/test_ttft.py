@@ -31,7 +31,7 @@ def standing(**told: Any) -> Standing:
 
 
 def rated(**told: Any) -> Rate:
-    return rate(standing(**told), COSTS, Weights(), LENGTH)
+    return rate(standing(**told), COSTS, Weights(), LENGTH, reserve=0.5)
 
 
 def score(made: Rate, prompt: int, hit: int = 0, shared: int = 0) -> float:

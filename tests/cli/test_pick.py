@@ -100,8 +100,13 @@ def test_a_request_that_no_engine_can_begin_is_held(run: Run) -> None:
 
 def test_several_clients_hold_as_one_does(run: Run) -> None:
     told = busy(9, 9)
-    told["clients"].append({})
-    assert json.loads(run(told, "--pick", ASKED, "--json"))["is_held"]
+    told["clients"].insert(0, {"requests": told["clients"][0]["requests"][:9]})
+    del told["clients"][1]["requests"][:9]
+    picked = json.loads(run(told, "--pick", ASKED, "--json"))
+    assert picked["is_held"]
+    assert [each["inflight"] for each in picked["candidates"]] == [9, 9], "of all clients"
+    early = json.loads(run(told, "--pick", ASKED, "--json", "--set", "balancer.binding=early"))
+    assert [each["inflight"] for each in early["candidates"]] == [9, 0], "of the first client"
 
 
 @pytest.mark.parametrize("policy", ["kv_pressure", "round_robin", "random"])

@@ -50,18 +50,21 @@ async def crowd(
     *,
     first: tuple[int, int] = (470, 30),
     on_end: Callable[[int], object] = lambda _: None,
+    client: int = 0,
 ) -> list[Completion]:
     """Long answers meet on engine-0, which nobody could foresee; then engine-1 stands idle.
 
     Its `first` one is a prompt and an answer. `on_end` is told of each that is done.
 
-    All but the last are pinned. That one finds engine-1 full, and is preempted when that is not.
+    All but the last are pinned, and the first client's. That one, of the `client`, finds engine-1
+    full, and is preempted when that is not.
     """
     done: dict[int, Completion] = {}
     crowded, idle = (slot.name for slot in cluster._slots)
 
     async def ask(number: int, engine: str | None, prompt: int, tokens: int) -> None:
-        done[number] = await cluster.client.complete(
+        asks = cluster.clients[0 if engine else client]
+        done[number] = await asks.complete(
             prompt_of(number, prompt), max_tokens=tokens, ignore_eos=True, engine=engine
         )
         on_end(number)
@@ -147,11 +150,17 @@ async def test_bound_early_nothing_is_had_back(autojump_clock: object) -> None:
         assert cluster.statistics().clients[0].taken_back == 0
 
 
-async def test_of_several_clients_none_has_anything_back(autojump_clock: object) -> None:
+@pytest.mark.parametrize("client", [0, 1])
+async def test_of_several_clients_each_has_back_what_is_its_own(
+    autojump_clock: object, client: int
+) -> None:
     async with dpkit.open_cluster(config(), clients=2) as cluster:
-        *_, stayed = await crowd(cluster)
-        assert stayed.engine.name == "engine-0"
-        assert cluster.statistics().clients[0].taken_back == 0
+        *_, moved = await crowd(cluster, client=client)
+        assert moved.engine.name == "engine-1"
+        assert moved.token_ids == tuple((prompt_of(3, 100) * 2)[:150]), "all of it, once"
+        assert [each.taken_back for each in cluster.statistics().clients] == [1 - client, client]
+        assert cluster.audit() == ()
+        check_idle(cluster)
 
 
 ROOM = Room(tokens_per_step=100, requests=8, kv_tokens=1000, has_prefix_cache=True)

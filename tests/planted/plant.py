@@ -23,6 +23,7 @@ SWEEP = f"{NURSERY}/test_cancel_sweep.py"
 FAIL_SWEEP = f"{NURSERY}/test_fail_sweep.py"
 FAULTS = f"{NURSERY}/test_fault_table.py"
 ENDS = f"{NURSERY}/test_request_ends.py"
+ARBITER = f"{NURSERY}/test_arbiter.py"
 SERVE = "tests/serve"
 OBSERVE = "tests/observe"
 _GROW = "test_M01_each_engine_has_its_rows_and_they_only_grow"
@@ -52,6 +53,22 @@ PLANTS = {
         "dpkit/nursery/stream.py",
         "    ) -> None:\n        self.close()\n",
         "    ) -> None:\n        await trio.lowlevel.checkpoint()\n        self.close()\n",
+    ),
+    "grant_kept": Plant(
+        "P3",
+        "a grant that crosses a cancel stays charged at the arbiter, and its place is lost",
+        "dpkit/nursery/arbiter.py",
+        "            seat.leave(request_id)\n",
+        "            pass\n",
+        f"{ARBITER}::test_a_grant_that_crosses_a_cancel_is_given_back_at_once",
+    ),
+    "kept_at_the_arbiter": Plant(
+        "P3",
+        "what goes elsewhere counts at the arbiter for ever where it was",
+        "dpkit/nursery/flights.py",
+        "            self.line.on_released(flight, finished=finished)\n",
+        "",
+        f"{ARBITER}::test_an_engine_or_the_arbiter_that_dies_at_any_call_leaves_nothing",
     ),
     "checkpoint_after_charge": Plant(
         "P3",

@@ -25,6 +25,7 @@ from dpkit.errors import (
 from dpkit.names import Cause, EngineState
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
+from dpkit.testing.faults import kill_coordinator
 from dpkit.testing.processes import descendants, is_alive
 from tests.clusters import make_config, slot_of, told
 from tests.processes.lab import (
@@ -168,8 +169,14 @@ async def test_below_min_ready_the_cluster_fails_with_the_first_cause() -> None:
         await run()
 
 
-async def test_two_clients_share_processes_and_not_their_outputs() -> None:
-    async with open_processes(group(model="Paced", count=2), clients=2) as cluster:
+@pytest.mark.parametrize("policy", ["kv_pressure", "expected_ttft"])
+async def test_two_clients_share_processes_and_not_their_outputs(policy: str) -> None:
+    few = "scheduler.max_num_seqs = 4"  # so that some wait, at the arbiter if there is one
+    async with open_processes(
+        group(model="Paced", count=2, more=few),
+        settings=f'balancer.policy = "{policy}"',
+        clients=2,
+    ) as cluster:
         async with trio.open_nursery() as nursery:
             for index, client in enumerate(cluster.clients):
 
@@ -183,6 +190,7 @@ async def test_two_clients_share_processes_and_not_their_outputs() -> None:
                     nursery.start_soon(ask, number)
             await trio.sleep(0.03)
             kill(cluster, "e-0")
+            kill_coordinator(cluster)
         await wait_back(cluster, "e-0", 1)
 
 

@@ -85,6 +85,23 @@ async def test_I02_a_group_goes_through_wave_after_wave_from_any_rank_on(count: 
         assert not told(cluster, EventKind.ENGINE_LOST)
 
 
+async def test_prompts_that_wait_for_one_another_all_have_their_turn() -> None:
+    settings = WAVES + '[balancer]\npolicy = "expected_ttft"\n'
+    async with open_processes(ranks(3, model="echo"), settings=settings) as cluster:
+        [flights] = cluster._flights
+        assert flights.line.view.steps_together
+        answers = []
+
+        async def ask(number: int) -> None:
+            prompt = [number] * 300  # more than is short
+            answers.append(await cluster.client.complete(prompt, max_tokens=20, ignore_eos=True))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(60):
+                nursery.start_soon(ask, number)
+        assert [len(each.token_ids) for each in answers] == [20] * 60
+
+
 async def test_I01_a_stamp_of_a_wave_that_is_over_wakes_sender_and_peers() -> None:
     async with open_ranks(2) as cluster:
         await cluster.client.complete("hello", engine="e-0")

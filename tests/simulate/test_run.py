@@ -127,6 +127,19 @@ def test_a_dead_engine_is_back_at_its_time_and_nothing_waits_for_it() -> None:
     assert run(scenario).answers == outcome.answers
 
 
+def test_a_dead_coordinator_takes_the_arbiter_with_it_and_costs_no_request() -> None:
+    scenario = evolve(scenario_of(*[(0.05 * n, 500, 10) for n in range(100)]), clients=2)
+    plan = parse_faults(["kill:coordinator@20%-60%"], span_s=scenario.trace.span_s, engines=2)
+    [outage] = plan.outages
+    assert (outage.start_s, outage.end_s) == pytest.approx((0.99, 2.97))
+    scenario = evolve(with_policy(scenario, "expected_ttft"), faults=plan)
+    outcome = run(scenario)
+    assert len(outcome.answers) == 100
+    assert not any(answer.failed for answer in outcome.answers)
+    assert run(scenario).answers == outcome.answers
+    assert run(evolve(scenario, faults=FaultPlan())).answers != outcome.answers
+
+
 def test_a_slow_engine_takes_so_many_times_as_long() -> None:
     scenario = scenario_of((0.0, 1_000, 1), (5.0, 1_000, 1), engines=1)
     plan = parse_faults(["slow:0*3@0s-2s"], span_s=5.0, engines=1)

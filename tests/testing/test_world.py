@@ -11,6 +11,7 @@ import pytest
 from attrs import evolve
 from click.testing import CliRunner
 
+from dpkit.names import PolicyName
 from dpkit.nursery.flights import Flights
 from dpkit.testing.history import LEFT
 from dpkit.testing.plan import Blow, Plan, Trouble, draw_plan
@@ -34,6 +35,22 @@ def test_promises_hold_in_every_world(part: int) -> None:
     outcomes = run_seeds(range(part, SEEDS, PARTS))
     print(dict(outcomes))
     assert outcomes.keys() >= {"length", "EngineLost", "DeadlineExceeded", "Draining", LEFT}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_promises_hold_where_clients_have_an_arbiter_that_dies(part: int) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(part, SEEDS // 2, PARTS):
+        plan = evolve(draw_plan(seed), policy=PolicyName.EXPECTED_TTFT, clients=3)
+        dies = [Trouble(0.2, Blow.COORDINATOR), Trouble(0.5, Blow.COORDINATOR, size=0.3)]
+        plan = evolve(plan, troubles=tuple(sorted([*plan.troubles, *dies])))
+        outcomes.update(run_world(plan).outcomes)
+    assert outcomes.keys() >= {"length", "EngineLost", "DeadlineExceeded", "Draining", LEFT}
+
+
+@pytest.mark.parametrize("seed", [19, 31, 51, 122])
+def test_what_an_engine_gave_back_goes_on_elsewhere_without_leave_to_resume(seed: int) -> None:
+    run_world(evolve(draw_plan(seed), policy=PolicyName.EXPECTED_TTFT))
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 Counts of requests are the wrong unit: here a prompt weighs what its uncached tokens take, beside
 what an engine has before it, and what its load and its KV cache cost the answer. All of it is
-reckoned from what this client sent and what engines report (`dpkit.balancer.books`); step costs and
-speeds are learned.
+reckoned from what was sent and what engines report (`dpkit.balancer.books`); step costs and speeds
+are learned.
 
 Bound early, each request goes where the score is least. Bound late (`dpkit.balancer.late`), it is
 held for that engine until it would begin there with the next step, and all that wait are decided
@@ -18,6 +18,8 @@ from attrs import define, field
 
 from dpkit.abc import HoldingPolicy
 from dpkit.balancer.books import UNKNOWN_ROOM, Books, Prospect, prospect_of
+from dpkit.balancer.cohorts import Cohort, CohortPass
+from dpkit.balancer.growth import GrowthReserve
 from dpkit.balancer.outputs import OutputLengths
 from dpkit.balancer.policies.lowest import scan_start
 from dpkit.balancer.prefixes import BLOCK
@@ -36,7 +38,7 @@ from dpkit.balancer.ttft import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dpkit.abc import End, LoadView
+    from dpkit.abc import End, LoadView, Pass
     from dpkit.messages import EngineId, GenerateRequest
 
 ONE_IN = 8
@@ -50,7 +52,9 @@ class ExpectedTtft(HoldingPolicy):
     weights: Weights = field(factory=Weights)
     costs: StepCosts = field(factory=StepCosts)
     lengths: OutputLengths = field(factory=OutputLengths)
+    reserve: GrowthReserve = field(factory=GrowthReserve)
     books: Books = field(factory=Books)
+    cohort: Cohort = field(factory=Cohort)
     _indices: dict[EngineId, int] = field(factory=dict, init=False)
     _standings: list[Standing] = field(factory=list, init=False)
     _rates: list[Rate] = field(factory=list, init=False)
@@ -80,10 +84,12 @@ class ExpectedTtft(HoldingPolicy):
             self.pick(request, view)
         return self._scores
 
-    def open_pass(self, view: LoadView) -> TtftPass:
+    def open_pass(self, view: LoadView) -> Pass:
         """Look at all engines as they stand now, to decide on those that wait."""
         self._renew(view)
-        return TtftPass(self, view, list(self._standings), list(self._rates))
+        standings = list(self._standings)
+        own = TtftPass(self, view, standings, list(self._rates))
+        return CohortPass(own, standings, view, self.cohort) if view.steps_together else own
 
     def best(self, prospect: Prospect, rates: Sequence[Rate], start: int) -> int:
         """Index of the least of these rates' scores; of equals the first from `start` on."""
@@ -105,7 +111,8 @@ class ExpectedTtft(HoldingPolicy):
 
     def rate(self, standing: Standing) -> Rate:
         """What an engine offers that stands so."""
-        return rate(standing, self.costs.costs, self.weights, self.lengths.mean)
+        costs, length = self.costs.costs, self.lengths.mean
+        return rate(standing, costs, self.weights, length, self.reserve.share)
 
     # What happens to requests and engines.
 
@@ -124,6 +131,7 @@ class ExpectedTtft(HoldingPolicy):
         """It is on its engine no more; an answer that ended by itself says how long they are."""
         if end.finished:
             self.lengths.add(len(end.output))
+            self.reserve.ended()
         self._changed(self.books.end(request, end), view)
 
     def on_report(self, index: int, view: LoadView) -> None:
@@ -134,6 +142,8 @@ class ExpectedTtft(HoldingPolicy):
             return
         book = self.books.of(load)
         work, lasted = report.last_step, report.step_time_s
+        if report.preemptions > book.preemptions:
+            self.reserve.preempted()
         is_new = book.hear(report) and lasted > 0.0
         # Steps without a prompt are all alike, and there are many.
         if is_new and (work.prefill_tokens or not report.steps % ONE_IN):
@@ -189,7 +199,6 @@ class TtftPass:
         rates: list[Rate],
     ) -> None:
         self._policy = policy
-        self._view = view
         self._engines = view.engines
         self._start = scan_start(view)
         self._standings = standings
@@ -223,9 +232,6 @@ class TtftPass:
             begun, spare = short.begun, min(policy.rate(short.begun).free, short.left)
         may_begin = index in self._open and has_credit(begun, policy.weights, new, 0.0)
         sends = may_begin and (spare >= wants or not begun.requests)
-        if may_begin and not sends and self._may_wait_there(index):
-            self._open.discard(index)
-            sends = True
         if sends:
             begun = begun.joined(prospect.prompt, new, wants, policy.lengths.mean)
         self._reckon(index, prospect.prompt, new, wants)
@@ -243,22 +249,6 @@ class TtftPass:
         after = self._standings[index] = self._standings[index].joined(prompt, new, wants, length)
         self._rates[index] = self._policy.rate(after)
 
-    def _may_wait_there(self, index: int) -> bool:
-        """Whether a request goes to an engine that has no KV for it yet.
-
-        Of several clients one at a time, and each has its turn at other steps, as the first to hear
-        a report is always the same. Who waits there speaks for its room in the reports that all of
-        them hear, so that the others keep from taking what comes free.
-        """
-        view, load = self._view, self._view.load(index)
-        if view.client_count == 1:
-            return False
-        if load.report is None:  # nobody hears of it, whoever waits
-            return True
-        if load.report.waiting or self._policy.books.of(load).pending:
-            return False
-        return load.report.steps % view.client_count == view.client_index
-
     def _lets_pass(self, prospect: Prospect, index: int, begun: Standing, wants: int) -> bool:
         """Whether others may go first, where a request is held for want of KV.
 
@@ -271,7 +261,7 @@ class TtftPass:
         if steps < length:
             return False
         cache = policy.weights.fill * begun.room.kv_tokens
-        left = cache - wants - passed - 2 * policy.weights.growth * length
+        left = cache - wants - passed - 2 * policy.reserve.share * length
         self._short[index] = Shortage(begun=begun, left=left)
         return True
 
