@@ -22,7 +22,7 @@ import tomli
 from attrs import frozen
 
 from dpkit.config.load import parse_config
-from dpkit.simulate.fit import Served
+from dpkit.simulate.fit_log import Served
 from dpkit.simulate.measures import percentile
 from dpkit.simulate.readings import read_measured
 from dpkit.simulate.run import Scenario, run

@@ -6,6 +6,17 @@ import re
 
 import click
 
+_WANTED_OF_TABLES = (
+    "lines in which what they cost varies by itself (prefills, longer ones, decodes, contexts of "
+    "several lengths)"
+)
+_WANTED_OF_LOGS = (
+    "requests in which what they cost varies by itself: only the times from first token to last "
+    "are fitted, and those from schedule to first token of requests that were alone (b_us, q_ns: "
+    "lone prompts of three lengths, or prompts that come while others decode; the rest: more and "
+    "fewer requests at once)"
+)
+
 
 @click.command("fit")
 @click.argument("file", type=click.Path())
@@ -23,11 +34,16 @@ def command(
     first_token_s, last_token_s), as CSV, gzipped or not. Written to a file, the result serves as
     `model = "cost:FILE.toml"`. Kernels leave out what the serving loop adds: --host-ms says it.
     A warning names the constants that nothing in FILE tells.
+
+    Of a run's log, two things are fitted, and the error is of these: the time from each request's
+    first token to its last, and that from schedule to first token where no other request ran. What
+    prefills cost is told by those alone, and by what prompts add to the decoding of others.
     """
     from pathlib import Path  # noqa: PLC0415 - `--help` needs none of these
 
     from dpkit.errors import ConfigError  # noqa: PLC0415
-    from dpkit.simulate.fit import Step, fit_run, fit_steps  # noqa: PLC0415
+    from dpkit.simulate.fit import Step, fit_steps  # noqa: PLC0415
+    from dpkit.simulate.fit_log import fit_run  # noqa: PLC0415
     from dpkit.simulate.readings import preset_text, read_measured  # noqa: PLC0415
 
     measured = read_measured(file)
@@ -47,8 +63,7 @@ def command(
     if fit.untold:
         click.echo(
             f"warning: {file}: nothing in it tells {', '.join(fit.untold)}, so what is printed for "
-            "them is no measurement: add lines in which what they cost varies by itself (prefills, "
-            "decodes, contexts of several lengths)",
+            f"them is no measurement: add {_WANTED_OF_LOGS if served else _WANTED_OF_TABLES}",
             err=True,
         )
     click.echo(preset_text(fit, source=Path(file).name, kv_tokens=kv_tokens), nl=False)

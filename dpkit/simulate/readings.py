@@ -16,7 +16,8 @@ from attrs import fields
 
 from dpkit.costmodel import StepCost
 from dpkit.errors import ConfigError
-from dpkit.simulate.fit import Served, Step
+from dpkit.simulate.fit import Step
+from dpkit.simulate.fit_log import Served
 from dpkit.traces import read_lines
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def preset_text(fit: Fit, *, source: str, kv_tokens: int | None = None) -> str:
     """
     error = f"{fit.mean_error:.1%} mean error, {fit.p95_error:.1%} at the 95th percentile"
     # A string of JSON is one of TOML, whatever the file is called.
-    said = json.dumps(f"{source}: {fit.points} points, {error}", ensure_ascii=False)
+    said = json.dumps(f"{source}: {fit.of}, {error}", ensure_ascii=False)
     lines = [f"measured_by = {said}"]
     if kv_tokens is not None:
         lines.append(f"kv_tokens = {kv_tokens}")

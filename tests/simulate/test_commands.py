@@ -280,6 +280,27 @@ def test_a_fit_warns_of_constants_that_its_table_cannot_tell(
     assert err.startswith(f"warning: {steps}: nothing in it tells a_ms, c_us, d_ns, so what is ")
 
 
+def test_a_fit_of_a_log_tells_what_it_is_of_and_what_would_tell_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "run.csv"
+    header = "arrival_s,prompt_tokens,output_tokens,scheduled_s,first_token_s,last_token_s"
+    log.write_text(f"{header}\n0,10,3,0,1,2\n")
+    assert main(["fit", str(log)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith('measured_by = "run.csv: 1 decoding times, 0.0% mean error, ')
+    assert err.startswith(f"warning: {log}: nothing in it tells a_ms, b_us, c_us, d_ns, q_ns, so ")
+    assert "only the times from first token to last are fitted, and those from schedule to" in err
+    rows = [f"{n},{n}00,3,{n},{n + 0.005 + n * 0.002},{n + 0.5}" for n in range(1, 6)]
+    log.write_text("\n".join([header, *rows]))
+    assert main(["fit", str(log)]) == 0
+    said = capsys.readouterr().out
+    assert 'measured_by = "run.csv: 5 decoding times and 4 lone prefills, ' in said
+    assert main(["fit", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Of a run's log, two things are fitted, and the error is of these: " in said
+
+
 def test_the_log_of_a_run_is_fitted_without_what_is_said_of_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,13 +6,16 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from attrs import evolve
 
 from dpkit.config.load import load_config, parse_config
 from dpkit.costmodel import PRESETS, StepCost, parse_preset
 from dpkit.engine.models.cost import CostModel
 from dpkit.errors import ConfigError, ModelNotFound, ModelUnsupported
-from dpkit.simulate.fit import Served, Step, fit_run, fit_steps, non_negative, predicted
+from dpkit.simulate.fit import Step, fit_steps, predicted
+from dpkit.simulate.fit_log import Served, fit_run
 from dpkit.simulate.readings import preset_text, read_measured
+from dpkit.simulate.squares import non_negative
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,6 +91,114 @@ def test_a_fit_names_the_constants_that_nothing_tells(
     assert fit_steps([step for step in _steps(TRUE) if kept(step)]).untold == untold
 
 
+LINEAR = StepCost(a_ms=6.0, a2_ms=6.0, b_us=20.0, c_us=10.0, d_ns=20.0, q_ns=0.0)
+H100 = PRESETS["h100-8b"].cost
+
+
+def _busy(cost: StepCost, rng: random.Random, *, prompts: tuple[int, ...]) -> list[Step]:
+    """Steps of a server on which something is always decoding."""
+    steps = []
+    for _ in range(200):
+        tokens, decodes = rng.choice(prompts), rng.randint(1, 64)
+        step = Step(
+            prefill_tokens=tokens,
+            prefill_context=rng.choice([0, 500, 3_000]) if tokens else 0,
+            decodes=decodes,
+            kv_tokens=decodes * rng.randint(100, 2_000),
+            seconds=1.0,
+        )
+        steps.append(evolve(step, seconds=predicted(cost, step)))
+    return steps
+
+
+@pytest.mark.parametrize("cost", [LINEAR, H100], ids=["linear", "h100-8b"])
+@pytest.mark.parametrize("lone", [0, 2])
+def test_a_table_of_a_busy_server_needs_no_step_of_prefills_alone(
+    cost: StepCost, lone: int
+) -> None:
+    steps = _busy(cost, random.Random(1), prompts=(0, 256, 512, 1024))
+    for tokens in (4_096, 8_192)[:lone]:
+        step = Step(prefill_tokens=tokens, prefill_context=0, decodes=0, kv_tokens=0, seconds=1.0)
+        steps.append(evolve(step, seconds=predicted(cost, step)))
+    fit = fit_steps(steps)
+    assert fit.mean_error < 1e-6
+    for name in ("a_ms", "a2_ms", "b_us", "c_us", "d_ns", "q_ns"):
+        assert getattr(fit.cost, name) == pytest.approx(getattr(cost, name), abs=0.01), name
+
+
+def test_a_long_table_is_fitted_from_a_sample_of_starts_to_all_of_its_steps() -> None:
+    rng = random.Random(2)
+    steps = [step for _ in range(10) for step in _busy(H100, rng, prompts=(0, 16, 256, 1024))]
+    fit = fit_steps(steps)
+    assert fit.points == 2_000
+    assert fit.mean_error < 1e-6
+
+
+def test_steps_too_short_to_be_bound_by_arithmetic_do_not_tell_what_a_token_costs() -> None:
+    steps = _busy(H100, random.Random(3), prompts=(0, 16, 64))
+    assert fit_steps(steps).mean_error < 1e-6
+    assert "b_us" in fit_steps(steps).untold
+
+
+def _one_after_the_other(
+    *, lengths: tuple[int, ...] = (50, 100, 400, 900, 1500, 2000), idle_s: float = 0.0
+) -> list[Served]:
+    """Requests of which none meets another: prefills of 5 + 0.02p ms, steps of 6 ms and 20 ns."""
+    rng, now, served = random.Random(4), 0.0, []
+    for number in range(60):
+        tokens, answer = lengths[number % len(lengths)], rng.randint(2, 60)
+        first = now + idle_s + max(6e-3, 5e-3 + 20e-6 * tokens)
+        steps = answer - 1
+        last = first + steps * 6e-3 + 20e-9 * steps * (tokens + answer / 2)
+        served.append(
+            Served(
+                prompt_tokens=tokens,
+                output_tokens=answer,
+                scheduled_s=now,
+                first_s=first,
+                last_s=last,
+            )
+        )
+        now = last
+    return served
+
+
+def test_requests_that_were_alone_tell_what_a_prefill_costs() -> None:
+    fit = fit_run(_one_after_the_other())
+    assert fit.of == "60 decoding times and 59 lone prefills"
+    assert fit.mean_error < 1e-3
+    assert not {"b_us", "q_ns"} & set(fit.untold)
+    for tokens in (20, 100, 1_000, 2_000):
+        step = Step(prefill_tokens=tokens, prefill_context=0, decodes=0, kv_tokens=0, seconds=1.0)
+        assert predicted(fit.cost, step) == pytest.approx(
+            max(6e-3, 5e-3 + 20e-6 * tokens), rel=0.01
+        )
+
+
+def test_lone_prefills_of_one_length_do_not_tell_what_a_token_costs() -> None:
+    assert {"b_us", "q_ns"} <= set(fit_run(_one_after_the_other(lengths=(500,))).untold)
+
+
+def test_lone_prefills_that_waited_for_something_else_leave_decodes_as_they_are() -> None:
+    fit = fit_run(_one_after_the_other(idle_s=0.05))
+    assert fit.mean_error > 0.05
+    step = Step(prefill_tokens=0, prefill_context=0, decodes=1, kv_tokens=1_000, seconds=1.0)
+    assert predicted(fit.cost, step) == pytest.approx(6.02e-3, rel=0.01)
+
+
+def test_a_request_that_met_another_and_the_first_of_a_log_are_no_lone_prefills() -> None:
+    def served(at: float) -> Served:
+        return Served(
+            prompt_tokens=100, output_tokens=9, scheduled_s=at, first_s=at + 1, last_s=at + 2
+        )
+
+    alone = [served(0.0), served(10.0), served(20.0)]
+    assert fit_run(alone).of == "3 decoding times and 2 lone prefills"
+    assert fit_run([*alone, served(10.5)]).of == "4 decoding times and 1 lone prefills"
+    assert fit_run([*alone, served(18.5)]).of == "4 decoding times and 2 lone prefills"
+    assert fit_run([served(0.0), served(1.5)]).of == "2 decoding times"
+
+
 def test_a_log_of_lone_requests_does_not_tell_what_others_cost() -> None:
     served = [
         Served(
@@ -96,6 +207,11 @@ def test_a_log_of_lone_requests_does_not_tell_what_others_cost() -> None:
         for n in (2, 3, 4)
     ]
     assert {"b_us", "q_ns"} <= set(fit_run(served).untold)
+
+
+def test_a_part_that_is_known_is_left_out_of_the_factors() -> None:
+    rows = [((x,), 10.0 + 3.0 * x) for x in (1.0, 2.0, 3.0)]
+    assert non_negative(rows, 1, [10.0] * 3) == pytest.approx([3.0])
 
 
 def test_no_constant_is_negative() -> None:
