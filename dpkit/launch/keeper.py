@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import socket
 import traceback
@@ -29,15 +28,10 @@ if TYPE_CHECKING:
 
     from dpkit.launch.notes import Note
 
-_NEWS_WITHIN_MS = 200
-"""By which the end of the head may be later here than it was in the process that is kept."""
-
 _NEWS = {signal.SIGCHLD, signal.SIGTERM}
 
 
-def keep(
-    work: Callable[[int], int], leash: socket.socket, *, name: str, runtime_dir: str | None
-) -> NoReturn:
+def keep(work: Callable[[int], int], leash: socket.socket, *, name: str) -> NoReturn:
     """Fork a process, be its keeper until it and all that it started are gone, and exit.
 
     Args:
@@ -45,10 +39,9 @@ def keep(
             with the signals in `_NEWS` blocked and with this process's handlers.
         leash: to the head.
         name: the process's.
-        runtime_dir: removed if the head is gone without having said `End`.
     """
     try:
-        _Keeper(leash).keep(work, name, runtime_dir)
+        _Keeper(leash).keep(work, name)
     except BaseException:  # noqa: BLE001 - the last frame of this process
         traceback.print_exc()
         os._exit(1)
@@ -58,12 +51,10 @@ def keep(
 class _Keeper:
     def __init__(self, leash: socket.socket) -> None:
         self._leash = leash
-        self._parent = os.getppid()
         self._worker = 0
-        self._heard: bool | None = None  # of the head: `End`, or (False) that it is gone
         self._bell, self._clapper = os.pipe()
 
-    def keep(self, work: Callable[[int], int], name: str, runtime_dir: str | None) -> None:
+    def keep(self, work: Callable[[int], int], name: str) -> None:
         set_name(f"keep {name}")
         adopt_orphans()
         self._listen_to_signals()
@@ -73,8 +64,6 @@ class _Keeper:
             self._fork(work)
             self._wait()
             self._sweep()
-        if runtime_dir is not None and self._is_orphaned():
-            shutil.rmtree(runtime_dir, ignore_errors=True)
 
     def _listen_to_signals(self) -> None:
         """From here on, a child's end and SIGTERM ring the bell, whose bytes say which it was."""
@@ -85,16 +74,10 @@ class _Keeper:
             signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _NEWS)
 
-    def _has_to_end(self, within_ms: int = 0) -> bool:
+    def _has_to_end(self) -> bool:
         news = select.poll()
         news.register(self._leash, select.POLLIN)
-        return bool(news.poll(within_ms))
-
-    def _is_orphaned(self) -> bool:
-        """Whether the head is gone; a process that has ended may have noticed that before us."""
-        if self._heard is None and self._has_to_end(_NEWS_WITHIN_MS):
-            self._listen()
-        return self._heard is False
+        return bool(news.poll(0))
 
     def _fork(self, work: Callable[[int], int]) -> None:
         keeper = os.getpid()
@@ -120,16 +103,13 @@ class _Keeper:
                 self._listen()
                 return
             if signal.SIGTERM in os.read(self._bell, 512):  # by hand, or the parent has died
-                self._heard = None if os.getppid() == self._parent else False
                 return
             if self._reap(os.WNOHANG):
                 return
 
     def _listen(self) -> None:
-        try:
-            self._heard = bool(self._leash.recv(LIMIT))
-        except OSError:  # ECONNRESET: it went and had not read all
-            self._heard = False
+        with suppress(OSError):  # ECONNRESET: it went and had not read all
+            self._leash.recv(LIMIT)
 
     def _reap(self, flags: int) -> bool:
         """Reap who ended (the first, or all of them by WNOHANG); True: the process was among them.

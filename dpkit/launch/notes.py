@@ -27,7 +27,6 @@ class Job(NamedTuple):
     prepare_args: dict[str, Any]
     work: str | None
     work_args: dict[str, Any]
-    runtime_dir: str | None
 
 
 class End(NamedTuple):

@@ -30,7 +30,6 @@ class Spawner:
     _prepare: str
     _args: Mapping[str, Any]
     _env: Mapping[str, str]
-    _runtime_dir: str | None
 
     @protected_context
     async def open_worker(
@@ -41,7 +40,7 @@ class Spawner:
         Args, Resource handling and Error handling: as for `dpkit.launch.zygote.Zygote.open_worker`;
         the errors of preparing come out of here as well.
         """
-        job = Job(name, self._prepare, dict(self._args), work, dict(args or {}), self._runtime_dir)
+        job = Job(name, self._prepare, dict(self._args), work, dict(args or {}))
         note = encode_job(job)
 
         async def launch(tether: Tether, ends: Ends) -> None:
@@ -58,7 +57,6 @@ async def open_spawner(
     *,
     name: str,  # noqa: ARG001 - a zygote has one
     env: Mapping[str, str] | None = None,
-    runtime_dir: str | None = None,
 ) -> AsyncIterator[Spawner]:
     """Open a launcher whose workers prepare for themselves, each in a fresh interpreter.
 
@@ -66,4 +64,4 @@ async def open_spawner(
     prepared yet.
     """
     refuse_while_importing("open_spawner was called")
-    yield Spawner(prepare, args or {}, env or {}, runtime_dir)
+    yield Spawner(prepare, args or {}, env or {})

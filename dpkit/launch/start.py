@@ -1,6 +1,6 @@
-"""Start a keeper in a fresh interpreter, from whatever thread Trio runs in.
+"""Start a program of ours in a fresh interpreter, from whatever thread Trio runs in.
 
-Owns nothing: the process that is started is the tether's.
+Owns nothing: the process that is started is the caller's, or the tether's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpkit.errors import LaunchFailed
 
@@ -21,9 +21,35 @@ if TYPE_CHECKING:
 
 # The path first: dpkit itself may be where only the head's own sys.path finds it.
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from dpkit.launch.zygote_main import main; main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from {module} import main; main()"
 )
+
+
+def start_program(
+    name: str, module: str, *arguments: str, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start an interpreter that runs `main` of a module, in a session of its own.
+
+    Args:
+        name: who it is, in errors.
+        module: of dpkit.
+        arguments: on top of this process's id, which is the first.
+        options: on top of these, as `subprocess.Popen` has them.
+
+    Raises:
+        LaunchFailed: there is no starting it.
+    """
+    path = [str(entry) or str(Path.cwd()) for entry in sys.path]
+    program = _PROGRAM.format(module=module)
+    try:
+        return subprocess.Popen(  # noqa: S603 - this very interpreter
+            [sys.executable, "-c", program, json.dumps(path), str(os.getpid()), *arguments],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            **options,
+        )
+    except OSError as error:
+        raise LaunchFailed(f"{name}: starting {sys.executable} failed: {error}") from error
 
 
 def start_keeper(
@@ -45,19 +71,13 @@ def start_keeper(
         LaunchFailed: there is no starting it.
     """
     inherited = (ends.leash.fileno(), ends.lifeline, *descriptors)
-    path = [str(entry) or str(Path.cwd()) for entry in sys.path]
-    arguments = [json.dumps(path), str(os.getpid()), *map(str, inherited)]
-    try:
-        keeper = subprocess.Popen(  # noqa: S603 - this very interpreter
-            [sys.executable, "-c", _PROGRAM, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=ends.output,
-            stderr=ends.output,
-            pass_fds=inherited,
-            start_new_session=True,
-            env={**os.environ, **env},
-        )
-    except OSError as error:
-        raise LaunchFailed(f"{tether.name}: starting {sys.executable} failed: {error}") from error
-    tether.keeper = keeper
+    tether.keeper = start_program(
+        tether.name,
+        "dpkit.launch.zygote_main",
+        *map(str, inherited),
+        stdout=ends.output,
+        stderr=ends.output,
+        pass_fds=inherited,
+        env={**os.environ, **env},
+    )
     tether.tell(note)

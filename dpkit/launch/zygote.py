@@ -150,7 +150,7 @@ class Zygote:
             ended, a new one is started, for which all callers wait and which fails as `wait_ready`
             says.
         """
-        job = Job(name, None, {}, work, dict(args or {}), None)
+        job = Job(name, None, {}, work, dict(args or {}))
         note = encode_job(job)
         async with AsyncExitStack() as stack:
             yield Worker(await self._enter_worker(stack, name, note, grace))
@@ -199,7 +199,6 @@ async def open_zygote(
     *,
     name: str,
     env: Mapping[str, str] | None = None,
-    runtime_dir: str | None = None,
 ) -> AsyncIterator[Zygote]:
     """Start a zygote: a fresh interpreter, in which ``prepare(**args)`` makes what workers share.
 
@@ -209,7 +208,6 @@ async def open_zygote(
         args: what JSON can carry, 128 KiB at most.
         name: who it is, in logs and errors.
         env: on top of this process's environment, and of `ONE_THREAD`.
-        runtime_dir: a folder to remove if this process is killed: sockets and the like.
 
     Resource handling:
         Entering takes as long as `prepare` does; cancelled meanwhile, it kills it at once. When the
@@ -221,7 +219,7 @@ async def open_zygote(
         imports the module that calls this.
     """
     refuse_while_importing("open_zygote was called")
-    job = Job(name, prepare, dict(args or {}), None, {}, runtime_dir)
+    job = Job(name, prepare, dict(args or {}), None, {})
     async with open_services(grace=0) as services:
         zygote = Zygote(name, encode_job(job), {**ONE_THREAD, **(env or {})}, services)
         try:

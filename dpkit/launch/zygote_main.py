@@ -43,7 +43,7 @@ def main() -> NoReturn:
     def live(keeper: int) -> int:
         return _live(keeper, job, leash, *descriptors[1:])
 
-    keep(live, leash, name=job.name, runtime_dir=job.runtime_dir)
+    keep(live, leash, name=job.name)
 
 
 def _live(
@@ -109,4 +109,4 @@ def _be_keeper(
         become_worker(job.name, keeper, lifeline)
         return run_job(job, state, leash)
 
-    keep(live, leash, name=job.name, runtime_dir=None)
+    keep(live, leash, name=job.name)

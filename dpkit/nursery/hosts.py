@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import trio
 from attrs import asdict, frozen
 
 from dpkit.errors import LaunchFailed
+from dpkit.launch.folder import open_folder
 from dpkit.launch.spawn import open_spawner
 from dpkit.launch.zygote import open_zygote
 from dpkit.names import StartMethod, Transport
@@ -42,9 +42,6 @@ GRACE_S = 1.0
 
 _LAST_LIFE_S = 3 * GRACE_S
 """By then the last life has ended that was told to end, by force if need be."""
-
-_LONGEST_FOLDER = 80
-"""Of the 107 bytes that the path of a Unix socket may have; the rest is for its name."""
 
 
 class ModelHost:
@@ -77,8 +74,7 @@ class ModelHost:
     async def run(self) -> None:
         """Load the model and be there; what loading raises is kept for whoever wants a launcher."""
         try:
-            with self._scope, tempfile.TemporaryDirectory(prefix="dpkit-", dir=_parent()) as folder:
-                self._folder = folder
+            with self._scope, open_folder() as self._folder:
                 self._scope.deadline = trio.current_time() + self._start_timeout
                 await self._keep()
         except Exception as error:  # noqa: BLE001 - raised by `launcher`
@@ -118,7 +114,6 @@ class ModelHost:
                 "lockstep": self._lockstep,
             },
             name=group.model,
-            runtime_dir=self._folder,
         )
 
     def stop(self) -> None:
@@ -143,11 +138,6 @@ class ModelHost:
             return ("tcp://127.0.0.1:*",) * 3
         path = f"ipc://{self._folder}/{next(self._numbers)}"
         return f"{path}h", f"{path}i", f"{path}o"
-
-
-def _parent() -> str | None:
-    """Where the folder of sockets is to lie: None, the usual place, unless its path is too long."""
-    return "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER else None  # noqa: S108 - as said
 
 
 @frozen(kw_only=True)

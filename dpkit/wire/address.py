@@ -8,10 +8,16 @@ from __future__ import annotations
 import errno
 import os
 import socket as stdlib_socket
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
 from dpkit.errors import DpkitError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class AddressFailed(DpkitError):  # noqa: N818 - reads as what happened
@@ -41,8 +47,9 @@ def set_options(
         raw.set(zmq.XPUB_VERBOSER, 1)  # each who comes or goes is seen, not just first and last
 
 
-def attach(raw: zmq.Socket[bytes], bind: str | None, connect: str | None) -> None:
-    """Bind or connect.
+@contextmanager
+def attached(raw: zmq.Socket[bytes], bind: str | None, connect: str | None) -> Iterator[None]:
+    """Bind or connect for the block; then the file of a Unix socket that was bound is removed.
 
     Raises:
         AddressFailed: it cannot be done; the message says why, and what to try.
@@ -59,12 +66,17 @@ def attach(raw: zmq.Socket[bytes], bind: str | None, connect: str | None) -> Non
     except (zmq.ZMQError, OSError) as error:
         reason = os.strerror(error.errno or 0) if error.errno else str(error)
         raise AddressFailed(f"cannot {verb} {address}: {reason}; {_hint(error.errno)}") from error
+    try:
+        yield
+    finally:
+        if bind is not None and (path := _path_of(bind)) is not None:
+            with suppress(OSError):  # libzmq leaves it; somebody else may have removed it
+                Path(path).unlink()
 
 
 def _refuse_taken_path(address: str) -> None:
     """Refuse to steal: libzmq removes a Unix socket's file before it binds, a live server's too."""
-    scheme, _, path = address.partition("://")
-    if scheme != "ipc" or path.startswith(("@", "*")):
+    if (path := _path_of(address)) is None:
         return
     with stdlib_socket.socket(stdlib_socket.AF_UNIX) as probe:
         probe.setblocking(False)
@@ -75,6 +87,12 @@ def _refuse_taken_path(address: str) -> None:
         except OSError:
             return
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _path_of(address: str) -> str | None:
+    """The file of a Unix socket, if it is one that has a file of this name."""
+    scheme, _, path = address.partition("://")
+    return None if scheme != "ipc" or path.startswith(("@", "*")) else path
 
 
 def _hint(number: int | None) -> str:

@@ -23,7 +23,7 @@ import trio
 import zmq
 
 from dpkit.errors import DpkitError
-from dpkit.wire.address import attach, set_options
+from dpkit.wire.address import attached, set_options
 from dpkit.wire.monitor import PeerReader, attach_monitor
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ async def open_zsocket(
         watch: Keep note of connections from the very first on, for `ZSocket.watch_peers`.
 
     Resource handling:
-        Leaving the block closes the socket at once, without a checkpoint.
+        Leaving the block closes the socket at once, without a checkpoint; the file of a Unix socket
+        that was bound goes with it.
 
     Error handling:
         AddressFailed: it cannot be bound or connected to.
@@ -126,8 +127,8 @@ async def open_zsocket(
         raw.set(zmq.LINGER, linger_ms)
         if routing_id is not None:
             raw.set(zmq.ROUTING_ID, routing_id)
-        attach(raw, bind, connect)
-        yield zsocket
+        with attached(raw, bind, connect):
+            yield zsocket
     finally:
         zsocket.close()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import trio
 
+from dpkit.launch.folder import open_folder
 from dpkit.launch.spawn import open_spawner
 from dpkit.launch.zygote import open_zygote
 
@@ -24,10 +25,7 @@ HERE = "launch_targets"
 async def serve(opener: Any, work: str) -> None:
     """Have three workers that do it, each of which makes a file."""
     async with AsyncExitStack() as stack:
-        runtime_dir = FOLDER / "runtime"
-        launcher = await stack.enter_async_context(
-            opener(f"{HERE}:prepare", name="launcher", runtime_dir=str(runtime_dir))
-        )
+        launcher = await stack.enter_async_context(opener(f"{HERE}:prepare", name="launcher"))
         for number in range(3):
             args = {"path": str(FOLDER / str(number))}
             await stack.enter_async_context(
@@ -48,6 +46,21 @@ async def prepare(opener: Any, prepare: str) -> None:
         pass
 
 
+async def end(opener: Any, work: str) -> None:
+    """Have had a worker, and not yet let go of the folder for sockets."""
+    with open_folder() as folder:
+        (Path(folder) / "socket").touch()
+        args = {"path": str(FOLDER / "began")}
+        async with (
+            opener(f"{HERE}:prepare", name="launcher") as launcher,
+            launcher.open_worker(f"{HERE}:{work}", args, name="worker", grace=0),
+        ):
+            pass
+        (FOLDER / "new").write_text(folder)
+        (FOLDER / "new").rename(FOLDER / "0")
+        await trio.sleep_forever()
+
+
 def fork_and_hold_everything() -> None:
     """A child of the program's own that keeps every descriptor open, and so every lifeline."""
     if os.fork() == 0:
@@ -64,9 +77,9 @@ PHASES: dict[str, tuple[Any, Any, str]] = {
     "spawned": (serve, open_spawner, "serve_with_child"),
     "forked": (serve, open_zygote, "serve"),
     "watching": (serve, open_zygote, "watch"),
+    "ending": (end, open_zygote, "serve"),
 }
 
 if __name__ == "__main__":
-    (FOLDER / "runtime").mkdir()
     function, opener, target = PHASES[PHASE]
     trio.run(function, opener, target)

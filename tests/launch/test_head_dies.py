@@ -30,6 +30,7 @@ SIZES = {
     "spawned": 3 * 3,
     "forked": 2 + 3 * 2 + 1,
     "watching": 2 + 3 * 2,
+    "ending": 1,  # the folder's process
 }
 """Phases of the program, and how many processes are below it then."""
 
@@ -37,7 +38,7 @@ SIZES = {
 @contextmanager
 def running(phase: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], set[int]]]:
     """The program in its phase, leader of a group of its own, and all that it started."""
-    workers = 1 if phase in {"importing", "preparing", "spawning"} else 3
+    workers = 1 if phase in {"importing", "preparing", "spawning", "ending"} else 3
     files = [folder / str(number) for number in range(workers)]
     command = [sys.executable, str(HEAD), phase, str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(Path(dpkit.__file__).parents[1])}
@@ -83,25 +84,27 @@ def test_F01_nor_if_a_fork_of_the_parent_holds_every_lifeline(tmp_path: Path) ->
             os.kill(held, signal.SIGKILL)
 
 
-def test_the_folder_for_sockets_goes_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    with running("serving", tmp_path) as (process, family):
-        (tmp_path / "runtime" / "socket").touch()
-        zygotes_keeper = min(family)
-        os.kill(zygotes_keeper, 0)
-        assert (tmp_path / "runtime").exists()
+def test_the_folder_for_sockets_goes_with_a_parent_that_is_killed_as_it_ends(
+    tmp_path: Path,
+) -> None:
+    with running("ending", tmp_path) as (process, family):
+        folder, [guard] = Path((tmp_path / "0").read_text()), family
+        wait_until(lambda: Path(f"/proc/{guard}/comm").read_text() == "dpkit folder\n")
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # all of a service get one
+            os.kill(guard, signum)
+        assert (folder / "socket").exists()
         process.kill()
         process.wait()
-        wait_until(lambda: not (tmp_path / "runtime").exists())
+        wait_until(lambda: not folder.exists())
         wait_until(lambda: none_alive(family))
 
 
-@pytest.mark.parametrize("phase", ["preparing", "serving", "stubborn"])
+@pytest.mark.parametrize("phase", ["preparing", "serving", "stubborn", "ending"])
 def test_G08_ctrl_c_in_any_phase_leaves_nothing(phase: str, tmp_path: Path) -> None:  # noqa: N802
     with running(phase, tmp_path) as (process, family):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
         process.wait()
         assert none_alive(family)
-        assert (tmp_path / "runtime").exists(), "an orderly end: it is the program's to remove"
 
 
 def test_G08_a_second_ctrl_c_breaks_no_clean_up(tmp_path: Path) -> None:  # noqa: N802

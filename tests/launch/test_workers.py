@@ -303,7 +303,7 @@ async def test_a_zygote_without_descriptors_says_so_and_serves_on(
 
 
 def test_notes_are_read_as_they_were_written() -> None:
-    job = Job("name", "a:b", {"x": [1, 2.5, None, "\ud800"]}, "c:d", {}, "/run")
+    job = Job("name", "a:b", {"x": [1, 2.5, None, "\ud800"]}, "c:d", {})
     assert decode_job(encode_job(job)) == job
     for answer in (Born(7), Ready(), Failed(["A", "B"], "text"), Ended(-9)):
         assert decode_answer(encode(answer)) == answer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpkit.names import EngineState
@@ -93,6 +94,12 @@ def kill(cluster: Cluster, name: str, signum: int = signal.SIGKILL) -> int:
     pid = pid_of(cluster, name)
     os.kill(pid, signum)
     return pid
+
+
+def sockets_of(cluster: Cluster) -> list[Path]:
+    """Files in the folders of sockets."""
+    folders = [Path(host._folder) for host in cluster._launchers._hosts.values()]
+    return [path for folder in folders for path in folder.iterdir()]
 
 
 def state_of(cluster: Cluster, name: str) -> EngineState:

@@ -26,11 +26,12 @@ from tests.processes.lab import MODELS, group
 from tests.processes.models import FLAGS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 MARK = "DPKIT_TEST_MARK"
 GONE_WITHIN_S = 2.0
 LIMIT_S = 15.0
+LINGERING = str(Path(__file__).with_name("lingering.py"))
 
 PHASES = {
     "imports": ("echo", ""),
@@ -55,24 +56,20 @@ class Program:
         return [pid for pid in _marked(self.mark) if pid != self.process.pid]
 
     def wait_for(self, said: str) -> None:
-        """Wait until it, or a process of its, says something; for nothing, until there is one."""
+        """Wait until it, or a process of its, says something; for nothing, until one imports."""
         deadline = time.monotonic() + LIMIT_S
-        while said not in self.output.read_text() if said else not self.family():
+        while said not in self.output.read_text() if said else len(self.family()) < 2:
             assert time.monotonic() < deadline, f"no {said!r}: {self.output.read_text()}"
             assert self.process.poll() is None, self.output.read_text()
             time.sleep(0.001)
 
-    def check_nothing_left(self, *, early: bool = False) -> None:
+    def check_nothing_left(self) -> None:
         """Check that all is gone in time, sockets too."""
         deadline = time.monotonic() + GONE_WITHIN_S
         while left := self.family():
             assert time.monotonic() < deadline, [_command(pid) for pid in left]
             time.sleep(0.005)
-        left_there = list(self.folder.rglob("*"))
-        # Who is killed while it starts the first process has told nobody of its folder.
-        assert all(path.is_dir() for path in left_there)
-        if not early:
-            assert not left_there
+        assert not list(self.folder.rglob("*"))
 
 
 def _marked(mark: str) -> Iterator[int]:
@@ -97,7 +94,12 @@ def _command(pid: int) -> str:
 
 @contextmanager
 def running(
-    tmp_path: Path, flags: Path, model: str, process: str, terminal: int = subprocess.DEVNULL
+    tmp_path: Path,
+    flags: Path,
+    model: str,
+    process: str,
+    terminal: int = subprocess.DEVNULL,
+    arguments: Sequence[str] = (),
 ) -> Iterator[Program]:
     """Start it, with a folder for temporary files of its own; killed at the end, come what may."""
     config, output, folder = tmp_path / "dpkit.toml", tmp_path / "output", tmp_path / "run"
@@ -112,10 +114,11 @@ def running(
         MARK: tmp_path.name,
     }
     endless = ["--prompt", "without end", "--max-tokens", "100000"]
+    arguments = arguments or ["-m", "dpkit", "run", str(config), *endless * 6]
     with (
         output.open("wb") as sink,
         subprocess.Popen(
-            [sys.executable, "-m", "dpkit", "run", str(config), *endless * 6],
+            [sys.executable, *arguments],
             stdin=terminal,
             stdout=sink,
             stderr=sink,
@@ -146,7 +149,7 @@ def test_F01_F02_a_head_that_is_killed_leaves_no_process_and_no_socket(
     with running(tmp_path, flags, model, process) as program:
         program.wait_for(said)
         program.process.kill()
-        program.check_nothing_left(early=phase == "imports")
+        program.check_nothing_left()
 
 
 @pytest.mark.slow
@@ -156,7 +159,36 @@ def test_F01_at_whatever_moment(tmp_path: Path, flags: Path, delay_ms: int, proc
     with running(tmp_path, flags, "Breathless", process) as program:
         time.sleep(delay_ms / 1000)
         program.process.kill()
-        program.check_nothing_left(early=True)
+        program.check_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["", 'start = "spawn"'])
+@pytest.mark.parametrize("delay_ms", range(0, 120, 20))
+def test_F01_at_whatever_moment_of_its_end(
+    tmp_path: Path, flags: Path, delay_ms: int, process: str
+) -> None:
+    with running(tmp_path, flags, "Breathless", process) as program:
+        program.wait_for("serves")
+        program.process.send_signal(signal.SIGINT)
+        program.process.send_signal(signal.SIGTERM)
+        time.sleep(delay_ms / 1000)
+        program.process.kill()
+        program.check_nothing_left()
+
+
+def test_F01_whose_processes_have_ended_and_who_is_then_killed_leaves_no_socket(
+    tmp_path: Path, flags: Path
+) -> None:
+    with running(tmp_path, flags, "echo", "", arguments=[LINGERING]) as program:
+        program.wait_for("lets go")
+        deadline = time.monotonic() + LIMIT_S
+        while any("keep" in _command(pid) for pid in program.family()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert list(program.folder.iterdir())
+        program.process.kill()
+        program.check_nothing_left()
 
 
 def test_who_stops_a_start_is_told_that_nothing_was_answered(tmp_path: Path, flags: Path) -> None:
@@ -193,7 +225,7 @@ def test_G08_ctrl_c_twice_ends_it_whatever_it_is_at(
             os.write(keyboard, b"\x03")
             code = program.process.wait(LIMIT_S)
             assert code in {130, -signal.SIGINT}, program.output.read_text()
-            program.check_nothing_left(early=phase == "imports")
+            program.check_nothing_left()
             assert "Traceback" not in program.output.read_text()
     finally:
         os.close(keyboard)

@@ -20,7 +20,15 @@ from dpkit.testing.history import History
 from dpkit.testing.leaks import Belongings
 from dpkit.testing.processes import descendants, is_alive
 from tests.clusters import slot_of, told
-from tests.processes.lab import group, is_ready, kill, life_of, open_processes, wait_back
+from tests.processes.lab import (
+    group,
+    is_ready,
+    kill,
+    life_of,
+    open_processes,
+    sockets_of,
+    wait_back,
+)
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -199,3 +207,12 @@ async def test_E08_an_engine_killed_too_often_is_given_up_and_the_other_serves_o
         await until(lambda: told(cluster, EventKind.ENGINE_DOWN))
         assert slot_of(cluster, "e-0").state is EngineState.DOWN
         await ask(cluster, "hello")
+
+
+async def test_the_socket_files_of_a_life_go_with_it() -> None:
+    async with open_processes(group(count=2)) as cluster:
+        assert len(sockets_of(cluster)) == 2 * 3
+        for life in range(3):
+            kill(cluster, "e-0")
+            await wait_back(cluster, "e-0", life + 1)
+            assert len(sockets_of(cluster)) == 2 * 3

@@ -18,7 +18,7 @@ from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
 from dpkit.testing.history import History
 from tests.clusters import slot_of, told
-from tests.processes.lab import group, kill, open_processes
+from tests.processes.lab import group, kill, open_processes, sockets_of
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -116,9 +116,12 @@ async def test_a_new_life_of_the_group_begins_at_wave_0_at_other_addresses() -> 
     async with open_ranks(2) as cluster:
         await cluster.client.complete("hello")
         await wait_asleep(cluster, 1)
-        former = round_of(cluster)
+        former, files = round_of(cluster), sockets_of(cluster)
+        assert len(files) == 2 * 3 + 3, "and the coordinator's"
         kill(cluster, "e-1")
         await wait_whole(cluster, 1)
+        assert len(sockets_of(cluster)) == len(files)
+        assert not {*sockets_of(cluster)} & {*files}
         present = round_of(cluster)
         assert former.over.is_set()
         assert waves_of(cluster) == (present.wave, False) == (0, False)

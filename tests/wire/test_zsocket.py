@@ -433,8 +433,21 @@ async def test_a_living_servers_unix_socket_is_not_stolen(context: Context, tmp_
         with pytest.raises(AddressFailed, match="another program listens there"):
             async with open_zsocket(context, zmq.PULL, bind=address):
                 pass
+        assert (tmp_path / "s").is_socket()
         push.send_nowait([b"still yours"])
         assert await pull.receive() == [b"still yours"]
+
+
+async def test_the_file_of_a_unix_socket_goes_with_it(context: Context, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/s"
+    async with open_zsocket(context, zmq.PULL, bind=address):
+        assert (tmp_path / "s").is_socket()
+        async with open_zsocket(context, zmq.PUSH, connect=address):
+            pass
+        assert (tmp_path / "s").is_socket(), "it is not for who connects to remove"
+    assert not (tmp_path / "s").exists()
+    async with open_zsocket(context, zmq.PULL, bind=address):
+        (tmp_path / "s").unlink()  # by somebody else: no reason to fail
 
 
 async def test_what_a_dead_server_left_is_no_obstacle(context: Context, tmp_path: Path) -> None:
