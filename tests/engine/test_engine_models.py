@@ -168,6 +168,7 @@ def test_your_own_class_is_a_model() -> None:
     [
         ("no_such_module:Model", ModelNotFound, "No module named 'no_such_module'; is its dir"),
         ("dpkit.abc:NoSuch", ModelNotFound, "module 'dpkit.abc' has no 'NoSuch'"),
+        (f"{__name__}:MyModl", ModelNotFound, r"has no 'MyModl'; did you mean 'MyModel'\?"),
         ("dpkit.abc:Tokenizer", ModelUnsupported, "is not a subclass of dpkit.abc.Model"),
         ("dpkit.names:enum", ModelUnsupported, "is not a subclass of dpkit.abc.Model"),
         ("dpkit.abc:Model", ModelUnsupported, "cannot be made without arguments: Can't instant"),
