@@ -118,4 +118,6 @@ def _step(place: Any, name: str, path: Path) -> str | int:
     if name in known:
         return known.index(name)
     message = f"there is no {dotted((*path, name))}; indices here: {', '.join(indices) or 'none'}"
+    if names := [printable(each) for each in known if each]:
+        message += f"; names: {', '.join(names)}"
     raise BadValue(message + did_you_mean(name, known))

@@ -187,8 +187,14 @@ def test_a_bug_is_one_line_and_its_traceback_to_be_had(
 
 
 @pytest.mark.parametrize("command", [["check"], ["run", "--prompt", "hi"]], ids=lambda c: c[0])
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&-", "> /dev/full"])
-def test_an_output_that_takes_nothing_is_one_line_at_most(command: list[str], closed: str) -> None:
+@pytest.mark.parametrize(
+    ("closed", "unbuffered"),
+    [(">&-", ""), (">&- 2>&-", ""), ("<&- >&-", ""), ("> /dev/full", ""), ("> /dev/full", "1")],
+)
+def test_an_output_that_takes_nothing_is_one_line_at_most(
+    command: list[str], closed: str, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     words = [sys.executable, "-m", "dpkit", *command, "--set", "engines.0.model=echo"]
     done = subprocess.run(
         ["/bin/sh", "-c", f"{shlex.join(words)} {closed}"],
@@ -201,6 +207,9 @@ def test_an_output_that_takes_nothing_is_one_line_at_most(command: list[str], cl
     assert done.returncode == 1
     assert done.stderr.count("\n") == ("2>&-" not in closed)
     assert done.stderr.startswith("error: ") or not done.stderr
+    if closed == "> /dev/full":
+        full = "writing to standard output: No space left on device; give it somewhere to go"
+        assert done.stderr == f"error: {full}\n"
 
 
 @pytest.mark.parametrize(
