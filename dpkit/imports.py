@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
+INSTALL_TORCH = (
+    "`pip install -c constraints.txt 'dpkit[torch]'` brings it, with the file from dpkit's "
+    "sources, which pins torch: pip alone may choose a build of several GB"
+)
+"""What to try where the extra `torch` is missing."""
+
 _under_way: ContextVar[str | None] = ContextVar("dpkit module that is imported", default=None)
 
 

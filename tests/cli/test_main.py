@@ -262,3 +262,20 @@ def test_make_help_lists_every_target() -> None:
 def test_the_readme_lists_every_command_and_no_other() -> None:
     rows = re.findall(r"^\| `dpkit ([a-z]+)[^`]*` \|", README.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(cli.dpkit.list_commands(click.Context(cli.dpkit)))
+
+
+def test_an_echo_answers_without_any_extra(tmp_path: Path) -> None:
+    text = README.read_text()
+    assert "`pip install -c constraints.txt -e .` is enough" in text
+    echo = re.findall(r"```toml\n(# echo\.toml\n.*?)```", text, re.DOTALL)[0]
+    (tmp_path / "echo.toml").write_text(echo)
+    code = (
+        "import sys\n"
+        "for extra in 'torch numpy tokenizers jinja2 httptools prometheus_client'.split():\n"
+        "    sys.modules[extra] = None\n"
+        "from dpkit.cli.main import main\n"
+        "sys.exit(main(['run', sys.argv[1], '--prompt', 'hello']))\n"
+    )
+    done = _python("-c", code, str(tmp_path / "echo.toml"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "hello [stop]" in done.stdout

@@ -310,7 +310,9 @@ def test_models_without_weights_load_at_once() -> None:
 
 def test_weights_without_torch_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dpkit.engine.models.torch", None)
-    with pytest.raises(ModelUnsupported, match=r"'smollm2-135m': .* pip install 'dpkit\[torch\]'"):
+    with pytest.raises(
+        ModelUnsupported, match=r"'smollm2-135m': .* is missing; .*torch\]'.* pins torch"
+    ):
         load_model("smollm2-135m")
 
 

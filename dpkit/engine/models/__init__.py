@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dpkit.abc import Model
 from dpkit.engine.foreign import call, name_of
 from dpkit.errors import DpkitError, ModelNotFound, ModelUnsupported, describe
-from dpkit.imports import NotThere, find_named
+from dpkit.imports import INSTALL_TORCH, NotThere, find_named
 from dpkit.messages import ModelSpec
 from dpkit.names import Dtype, Quant
 from dpkit.sampling import shown
@@ -106,9 +106,7 @@ def loads_at_once(name: str) -> bool:
 
 
 def _missing(name: str, error: ModuleNotFoundError) -> ModelUnsupported:
-    return ModelUnsupported(
-        f"loading model {name!r}: {error.name} is missing; try: pip install 'dpkit[torch]'"
-    )
+    return ModelUnsupported(f"loading model {name!r}: {error.name} is missing; {INSTALL_TORCH}")
 
 
 def load_tokenizer(model: ModelFace, name: str) -> Tokenizer:
