@@ -259,6 +259,30 @@ def test_make_help_lists_every_target() -> None:
     assert set(listed) == set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
 
 
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        ("run", [".[torch,serve]"]),
+        ("demo", [".[torch,serve]"]),
+        ("test", [".[torch,serve]", ".[torch,dev]"]),
+        ("check", [".[torch,serve]", ".[torch,dev]"]),
+    ],
+)
+def test_make_installs_no_more_than_its_target_needs_and_says_that_it_takes_long(
+    tmp_path: Path, target: str, extras: list[str]
+) -> None:
+    done = subprocess.run(
+        ["/usr/bin/env", "make", "--no-print-directory", "-n", f"VENV={tmp_path}/venv", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.findall(r"-e '(.*?)'", done.stdout) == extras
+    assert done.stdout.count("it takes minutes") == len(extras)
+    assert done.stdout.index("it takes minutes") < done.stdout.index("-m venv")
+
+
 def test_the_readme_lists_every_command_and_no_other() -> None:
     rows = re.findall(r"^\| `dpkit ([a-z]+)[^`]*` \|", README.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(cli.dpkit.list_commands(click.Context(cli.dpkit)))
@@ -276,6 +300,6 @@ def test_an_echo_answers_without_any_extra(tmp_path: Path) -> None:
         "from dpkit.cli.main import main\n"
         "sys.exit(main(['run', sys.argv[1], '--prompt', 'hello']))\n"
     )
-    done = _python("-c", code, str(tmp_path / "echo.toml"), capture_output=True, text=True)
+    done = _python("-c", code, str(tmp_path / "echo.toml"), capture_output=True)
     assert done.returncode == 0, done.stderr
     assert "hello [stop]" in done.stdout
