@@ -209,6 +209,11 @@ def test_wrong_override_is_located_at_the_flag(override: str, message: str) -> N
     assert _complaint(TWO_GROUPS, override) == f"--set {shown}: {message}"
 
 
+def test_a_group_without_a_name_goes_by_the_one_it_gets() -> None:
+    config = parse_config('[[engines]]\nmodel = "echo"\n', overrides=["engines.engine.count=3"])
+    assert (config.engines[0].name, config.engines[0].count) == ("engine", 3)
+
+
 def test_empty_array_has_no_index_to_set() -> None:
     assert "there is no engines.0; indices here: none" in _complaint(
         "engines = []", "engines.0.x=1"

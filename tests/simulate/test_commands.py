@@ -19,6 +19,8 @@ from dpkit.simulate.plan import Promise, least_engines
 from dpkit.simulate.pool import run_side_by_side
 from tests.simulate.lab import scenario_of
 
+ROOT = Path(__file__).parents[2]
+
 KEYS = [
     "policy",
     "ttft_p50_s",
@@ -151,6 +153,30 @@ def test_what_cannot_be_simulated_is_told(
 ) -> None:
     assert main(["simulate", *args]) == 2
     assert capsys.readouterr().err.startswith(f"error: {words}")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_policy_that_raises_is_named(
+    tmp_path: Path,
+    jobs: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "raising.py").write_text(
+        "from dpkit.abc import Policy\n"
+        "class Raises(Policy):\n"
+        "    def pick(self, request, view):\n"
+        "        raise ValueError('no idea')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    asked = ["--trace", "micro-long", "--rows", "5", "--jobs", str(jobs)]
+    policies = ["--policy", "raising:Raises", "--policy", "inflight"][: 2 * jobs]
+    assert main(["simulate", *asked, *policies]) == 1
+    said = capsys.readouterr().err
+    assert "error: " in said
+    assert "policy raising:Raises raised ValueError: no idea; that was its pick()" in said
+    assert "internal error" not in said
 
 
 def test_a_model_without_costs_is_told_where_it_stands(
