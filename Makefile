@@ -11,10 +11,10 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
-run: $(VENV)/.installed model  ## the main job: two engines behind OpenAI's routes, until Ctrl-C
+run: $(VENV)/.runs model  ## the main job: two engines behind OpenAI's routes, until Ctrl-C
 	$(BIN)/dpkit run dpkit.toml
 
-demo: $(VENV)/.installed model  ## two engines, each a process, answer four prompts
+demo: $(VENV)/.runs model  ## two engines, each a process, answer four prompts
 	$(BIN)/dpkit run dpkit.toml --max-tokens 48 --chat \
 	  --prompt "What is the capital of France?" \
 	  --prompt "Why is the sky blue?" \
@@ -45,12 +45,19 @@ bench: $(VENV)/.installed model  ## speed, as ratios within one run; an hour on 
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 .PHONY: model
-model: $(VENV)/.installed  ## the demo model, into your cache
+model: $(VENV)/.runs  ## the demo model, into your cache
 	$(BIN)/dpkit fetch $(MODEL)
 
 # torch is pinned in constraints.txt: left to itself, pip may choose a build of several GB.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.runs: pyproject.toml constraints.txt
+	@echo "installing torch and what serves into $(VENV): once, and it takes minutes"
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e '.[torch,serve]'
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.runs
+	@echo "installing what the tests and checks need: once, and it takes minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[torch,dev]'
 	touch $@

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dpkit.errors import ModelUnsupported as ModelUnsupported
     from dpkit.errors import OutOfMemory as OutOfMemory
     from dpkit.errors import Overloaded as Overloaded
+    from dpkit.errors import PolicyFailed as PolicyFailed
     from dpkit.errors import RequestRejected as RequestRejected
     from dpkit.errors import ScalingFailed as ScalingFailed
     from dpkit.errors import ServiceFailed as ServiceFailed
@@ -90,6 +91,7 @@ _HOMES = {
     "ModelUnsupported": "errors",
     "OutOfMemory": "errors",
     "Overloaded": "errors",
+    "PolicyFailed": "errors",
     "RequestRejected": "errors",
     "ScalingFailed": "errors",
     "ServiceFailed": "errors",

@@ -64,6 +64,13 @@ class ModelFailed(DpkitError):  # noqa: N818
     """
 
 
+class PolicyFailed(DpkitError):  # noqa: N818
+    """A balancing policy raised (its author's): the message names it and the method, and says what.
+
+    `__cause__` is what it raised, unless that was a `DpkitError`, which is raised as it is.
+    """
+
+
 class OutOfMemory(DpkitError):  # noqa: N818
     """A step needs more memory than its device has (the world's). Smaller steps are tried first.
 

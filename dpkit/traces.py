@@ -23,7 +23,7 @@ from attrs import evolve, frozen
 from dpkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 BLOCK_TOKENS = 512
 """Tokens that one block id of a trace stands for: Mooncake's choice, kept by those who followed."""
@@ -38,6 +38,9 @@ _GZIP = b"\x1f\x8b"
 
 _LONGEST_FIELD = 2**24
 """Characters: block ids of the longest prompts of known traces are 10 kB."""
+
+_QUOTED = 60
+"""Characters of what is shown of a wrong value."""
 
 _CROWDED = 0.5
 """Share of requests that share their stamp with another from which on stamps count as rounded."""
@@ -145,6 +148,8 @@ def read_lines(path: Path) -> list[str]:
     try:
         raw = path.read_bytes()
         return (gzip.decompress(raw) if raw.startswith(_GZIP) else raw).decode().splitlines()
+    except FileNotFoundError as error:
+        raise ConfigError([f"{path}: no such file"]) from error
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise ConfigError([f"{path}: it cannot be read: {error}"]) from error
 
@@ -154,36 +159,89 @@ def _asks(
 ) -> Iterator[Ask]:
     is_json = lines[0].startswith("{")
     csv.field_size_limit(_LONGEST_FIELD)
-    records: Any = map(json.loads, lines) if is_json else csv.DictReader(lines)
+    records: Any = map(_object, lines) if is_json else csv.DictReader(lines)
     number = first = 1 if is_json else 2
     while rows is None or number < first + rows:
         try:
             ask = read(next(records))
         except StopIteration:
             return
-        except (csv.Error, ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = f"{path}:{number}: this is no request: {type(error).__name__}: {error}"
+        except (csv.Error, ValueError) as error:
+            problem = f"{path}:{number}: this is no request: {error}"
             raise ConfigError([problem]) from error
         number += 1
         yield ask
 
 
-def _seconds(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"nobody comes at {value}")
+def _object(line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error.msg} at character {error.colno}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"it is no JSON object, but {_quoted(value)}")  # noqa: TRY004 - as all others
     return value
 
 
-def _tokens(value: str | int) -> int:
+def read_number(row: Mapping[str, Any], name: str) -> float:
+    """A number of a row.
+
+    Raises:
+        ValueError: there is none; the message says which, in words.
+    """
+    value = _value(row, name)
+    try:
+        return float(value)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{name} must be a number, not {_quoted(value)}") from None
+
+
+def read_whole(row: Mapping[str, Any], name: str) -> int:
+    """A whole number of a row.
+
+    Raises:
+        ValueError: as of `read_number`.
+    """
+    return _whole(name, _value(row, name))
+
+
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    if (value := row.get(name)) is None:
+        raise ValueError(f"it has no {name}")
+    return value
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return int(value)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{name} must be a whole number, not {_quoted(value)}") from None
+
+
+def _quoted(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _QUOTED else f"{text[: _QUOTED - 1]}…"
+
+
+def _seconds(row: Mapping[str, Any], name: str, unit_s: float = 1.0) -> float:
+    value = read_number(row, name)
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: nobody comes at {value}")
+    return value * unit_s
+
+
+def _tokens(row: Mapping[str, Any], name: str) -> int:
     """Nobody asks nothing, or answers with nothing: 0, which some traces have, counts as 1."""
-    tokens = int(value)
+    tokens = read_whole(row, name)
     if not 0 <= tokens <= LONGEST:
-        raise ValueError(f"lengths are from 0 to {LONGEST:,} tokens, not {tokens}")
+        raise ValueError(f"{name}: lengths are from 0 to {LONGEST:,} tokens, not {tokens}")
     return max(1, tokens)
 
 
-def _blocks(ids: Iterable[str | int]) -> tuple[int, ...]:
-    blocks = tuple(map(int, ids))
+def _blocks(ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, list):
+        raise ValueError(f"block ids must be a list, not {_quoted(ids)}")  # noqa: TRY004 - likewise
+    blocks = tuple(_whole("a block id", each) for each in ids)
     if blocks and not 0 <= min(blocks) <= max(blocks) < BLOCK_IDS:
         raise ValueError(f"block ids are from 0 to {BLOCK_IDS - 1}; number the blocks anew")
     return blocks
@@ -191,29 +249,34 @@ def _blocks(ids: Iterable[str | int]) -> tuple[int, ...]:
 
 def _own(row: dict[str, str]) -> Ask:
     return Ask(
-        arrival_s=_seconds(float(row.get("arrival_s", 0))),
-        prompt_tokens=_tokens(row["prompt_tokens"]),
-        output_tokens=_tokens(row["output_tokens"]),
+        arrival_s=_seconds(row, "arrival_s") if "arrival_s" in row else 0.0,
+        prompt_tokens=_tokens(row, "prompt_tokens"),
+        output_tokens=_tokens(row, "output_tokens"),
         blocks=_blocks((row.get("blocks") or "").split()),
     )
 
 
 def _mooncake(row: dict[str, Any]) -> Ask:
     return Ask(
-        arrival_s=_seconds(row["timestamp"] / 1e3),
-        prompt_tokens=_tokens(row["input_length"]),
-        output_tokens=_tokens(row["output_length"]),
-        blocks=_blocks(row.get("hash_ids", ())),
+        arrival_s=_seconds(row, "timestamp", 1e-3),
+        prompt_tokens=_tokens(row, "input_length"),
+        output_tokens=_tokens(row, "output_length"),
+        blocks=_blocks(row.get("hash_ids", [])),
     )
 
 
 def _azure(row: dict[str, str]) -> Ask:
-    # Seven digits of a second, of which Python reads six.
-    stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
+    said = _value(row, "TIMESTAMP")
+    try:  # seven digits of a second, of which Python reads six
+        stamp = datetime.fromisoformat(said[:26])
+    except ValueError:
+        raise ValueError(
+            f"TIMESTAMP must be such as 2023-11-16 18:15:46.6805900, not {_quoted(said)}"
+        ) from None
     return Ask(
         arrival_s=(stamp - datetime(2000, 1, 1, tzinfo=stamp.tzinfo)).total_seconds(),
-        prompt_tokens=_tokens(row["ContextTokens"]),
-        output_tokens=_tokens(row["GeneratedTokens"]),
+        prompt_tokens=_tokens(row, "ContextTokens"),
+        output_tokens=_tokens(row, "GeneratedTokens"),
     )
 
 

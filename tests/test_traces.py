@@ -63,29 +63,52 @@ def test_azures_stamps_are_read_to_the_microsecond(tmp_path: Path) -> None:
         ("arrival_s,prompt_tokens,output_tokens\n", "some.csv: the trace has no requests"),
         (
             "arrival_s,prompt_tokens,output_tokens\n0,1,1\n0,many,1\n",
-            "some.csv:3: this is no request: ValueError",
+            "some.csv:3: this is no request: prompt_tokens must be a whole number, not 'many'",
         ),
         (
             "arrival_s,prompt_tokens,output_tokens\n0,1\n",
-            "some.csv:2: this is no request: TypeError",
+            "some.csv:2: this is no request: it has no output_tokens",
         ),
         (
             "arrival_s,prompt_tokens,output_tokens\n0,-1,1\n",
-            "ValueError: lengths are from 0 to 10,000,000 tokens, not -1",
+            "this is no request: prompt_tokens: lengths are from 0 to 10,000,000 tokens, not -1",
         ),
         (
             f"arrival_s,prompt_tokens,output_tokens,blocks\n0,1,1,{'1 ' * 2**23}1\n",
-            "some.csv:2: this is no request: Error: field larger than field limit",
+            "some.csv:2: this is no request: field larger than field limit",
         ),
         (
             "arrival_s,prompt_tokens,output_tokens\nnan,1,1\n",
-            "some.csv:2: this is no request: ValueError: nobody comes at nan",
+            "some.csv:2: this is no request: arrival_s: nobody comes at nan",
         ),
         (
             f"{CSV}9,600,3,1 {2**30}\n",
             "block ids are from 0 to 1073741823; number the blocks anew",
         ),
-        ('{"timestamp": 1}\n', "some.csv:1: this is no request: KeyError: 'input_length'"),
+        ('{"timestamp": 1}\n', "some.csv:1: this is no request: it has no input_length"),
+        ('{"timestamp": 1\n', "request: it is no JSON: Expecting ',' delimiter at character 16"),
+        ('{"timestamp": [1]}\n', "this is no request: timestamp must be a number, not [1]"),
+        (
+            '{"timestamp": 1, "input_length": Infinity}\n',
+            "this is no request: input_length must be a whole number, not inf",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 7}\n',
+            "this is no request: block ids must be a list, not 7",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 1, "output_length": 1}\n[1]\n',
+            "some.csv:2: this is no request: it is no JSON object, but [1]",
+        ),
+        (f"{CSV}9,600,3,1 x\n", "this is no request: a block id must be a whole number, not 'x'"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n",
+            "TIMESTAMP must be such as 2023-11-16 18:15:46.6805900, not 'noon'",
+        ),
+        (
+            f"arrival_s,prompt_tokens,output_tokens\n0,{'x' * 99},1\n",
+            f"prompt_tokens must be a whole number, not '{'x' * 58}…",
+        ),
     ],
 )
 def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, words: str) -> None:
@@ -98,14 +121,18 @@ def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, words
 
 @pytest.mark.parametrize(
     "data",
-    [None, b"\xff\xfe\x00", gzip.compress(CSV.encode() * 99)[:40], b"\x1f\x8b no gzip, either"],
+    [b"\xff\xfe\x00", gzip.compress(CSV.encode() * 99)[:40], b"\x1f\x8b no gzip, either"],
 )
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, data: bytes | None) -> None:
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "some.csv"
-    if data is not None:
-        path.write_bytes(data)
+    path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"some\.csv: it cannot be read: "):
         read_trace(path)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.csv: no such file$"):
+        read_trace(tmp_path / "none.csv")
 
 
 def test_columns_come_in_any_order_and_requests_too(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn
 
 from attrs import define
 
 from dpkit.abc import End, Policy
 from dpkit.balancer.policies import policy_name
-from dpkit.errors import DpkitError, NoEngineReady, RequestRejected
+from dpkit.errors import DpkitError, NoEngineReady, PolicyFailed, RequestRejected, describe
 from dpkit.names import Binding
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class EarlyDispatch:
             NoEngineReady: no engine may be picked now, or not the one that the request names.
             RequestRejected: the request names an engine that does not exist, or its id is still
             in flight on a life that has left the view. DpkitError: the policy returned no valid
-            index. Whatever the policy raises passes through. In each case nothing is charged.
+            index. PolicyFailed: it raised. In each case nothing is charged.
         """
         if (held := self._ledger.find(request.request_id)) is not None:
             return self._join(request, held, now)
@@ -172,7 +172,7 @@ class EarlyDispatch:
         if request.engine is None:
             if not loads:
                 raise _nobody(request, "no engine")
-            index = policy.pick(request, view) if chosen == ANYWHERE else chosen
+            index = self._pick(request) if chosen == ANYWHERE else chosen
             if type(index) is not int or not 0 <= index < len(loads):  # -1 would be the last one
                 raise self._nowhere(request, index)
         else:
@@ -184,9 +184,9 @@ class EarlyDispatch:
         charge = self._ledger.charge(request.request_id, engine, expected_tokens(request))
         try:
             policy.on_charge(request, index, view)
-        except BaseException:  # a policy's bug must not leave a charge that nobody holds
+        except BaseException as error:  # noqa: BLE001 - raised again: it must not leave a charge that nobody holds
             charge.release()
-            raise
+            self.blame("on_charge", error)
         return self._placement(request, index, charge, why, load.rank)
 
     def release(
@@ -260,6 +260,27 @@ class EarlyDispatch:
             view.changes.add(index)
             self._tell("on_report", index)
 
+    def blame(self, hook: str, error: BaseException) -> NoReturn:
+        """Say whose fault it is that a hook of the policy, which was asked by a request, raised.
+
+        Raises:
+            PolicyFailed: by an `Exception`; anything else, and what dpkit raises on purpose, is
+            raised as it is.
+        """
+        if isinstance(error, DpkitError) or not isinstance(error, Exception):
+            raise error
+        _log.debug("policy %s failed in %s()", self._rule, hook, exc_info=error)
+        raise PolicyFailed(
+            f"policy {self._rule} raised {describe(error)}; that was its {hook}(), and "
+            "log.level=debug logs its traceback"
+        ) from error
+
+    def _pick(self, request: GenerateRequest) -> int:
+        try:
+            return self._policy.pick(request, self._view)
+        except Exception as error:  # noqa: BLE001 - whatever a policy raises
+            self.blame("pick", error)
+
     def _tell(self, hook: str, *news: object) -> None:
         """Call a hook of the policy that only informs it.
 
@@ -283,8 +304,11 @@ class EarlyDispatch:
         policy, view = self._policy, self._view
         rule, score, scores = PINNED, None, None
         if request.engine is None:
-            rule, score = self._rule, policy.score(request, index, view)
-            scores = policy.scores(request, view)
+            rule = self._rule
+            try:
+                score, scores = policy.score(request, index, view), policy.scores(request, view)
+            except Exception as error:  # noqa: BLE001 - whatever a policy raises
+                self.blame("score", error)
         return (*_known(rule, score, load, now), view.engines, scores)
 
     def _nowhere(self, request: GenerateRequest, index: int) -> DpkitError:

@@ -38,15 +38,24 @@ class LateDispatch(EarlyDispatch):
 
     def prepare(self, request: GenerateRequest) -> Any:
         """What a pass wants to know of a request; to be kept while it waits."""
-        return self._holding.prepare(request)
+        try:
+            return self._holding.prepare(request)
+        except Exception as error:  # noqa: BLE001 - whatever a policy raises; likewise below
+            self.blame("prepare", error)
 
     def age(self, prospect: Any) -> float:
         """Seconds by which others that come later may go before it."""
-        return self._holding.age(prospect)
+        try:
+            return self._holding.age(prospect)
+        except Exception as error:  # noqa: BLE001
+            self.blame("age", error)
 
     def open_pass(self) -> Pass:
         """Begin to decide on those that wait; see `Pass.offer`."""
-        return self._holding.open_pass(self._view)
+        try:
+            return self._holding.open_pass(self._view)
+        except Exception as error:  # noqa: BLE001
+            self.blame("open_pass", error)
 
     def index_of(self, name: str) -> int | None:
         """The engine of this name, for `Pass.offer`; None: it may not be picked now."""

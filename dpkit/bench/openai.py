@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from dpkit.bench.record import Record
     from dpkit.bench.sse import Event
 
+_NO_KEY = 401
+_UNTOLD = "; --model names the model of one that does not tell"
 _PATIENCE_S = 30.0
 """For what is asked before the load: a model that has been idle may take its time."""
 
@@ -205,9 +207,8 @@ async def _find_model(client: HttpClient, model: str | None) -> str:
     names = _names(answer)
     if model is None and not names:
         raise TargetUnusable(
-            f"{client.address.url}: GET /v1/models: {answer.status}: {_said(answer)}; is --url the "
-            "address of an OpenAI-compatible server, without the path of a route? --model names "
-            "the model of one that does not tell"
+            f"{client.address.url}: GET /v1/models: {answer.status}: {_said(answer)}{_hint(answer)}"
+            f"{'' if answer.status == _NO_KEY else _UNTOLD}"
         )
     if model is None:
         return names[0]
@@ -245,12 +246,18 @@ async def _try(client: HttpClient, target: OpenAITarget, route: Route) -> None:
     """One token, so that what is wrong with all requests is said once, before the load."""
     maker = target.prompts(seed=0, prefix=0)
     answer = await _call(client, "POST", route.path, target.body(maker.make(8), 1))
-    if answer.status == 404:
-        hint = "; is --url the address of an OpenAI-compatible server, without the path of a route?"
-        said = _said(answer)
-        raise TargetUnusable(f"{target.name}: POST {route.path}: 404: {said}{hint}")
     if answer.status != 200:
-        raise TargetUnusable(f"{target.name}: POST {route.path}: {answer.status}: {_said(answer)}")
+        hint = _hint(answer) if answer.status in {_NO_KEY, 404} else ""
+        raise TargetUnusable(
+            f"{target.name}: POST {route.path}: {answer.status}: {_said(answer)}{hint}"
+        )
+
+
+def _hint(answer: Answer) -> str:
+    """What to try about an answer that is no good one."""
+    if answer.status == _NO_KEY:
+        return "; --api-key-env names a variable that holds a key it takes"
+    return "; is --url the address of an OpenAI-compatible server, without the path of a route?"
 
 
 def _said(answer: Answer) -> str:

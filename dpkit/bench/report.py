@@ -58,13 +58,14 @@ def settings_of(load: Load) -> dict[str, str]:
         kind = f"closed loop, {load.concurrency} at once"
     warm_up = [f"{load.warm_up_requests} requests"] * bool(load.warm_up_requests)
     warm_up += [show_duration(load.warm_up_time)] * bool(load.warm_up_time)
+    rows = f"of {load.trace.name}" if load.trace and not load.replay else "of the trace"
     bounds = [f"{load.requests} requests"] * bool(load.requests)
     bounds += [show_duration(load.duration or 0)] * (load.duration is not None)
     return {
         "load": kind,
         "until": ", or ".join(bounds) or "the end of the trace",
-        "prompt tokens": str(load.prompt_tokens or "of the trace"),
-        "output tokens": str(load.output_tokens or "of the trace"),
+        "prompt tokens": str(load.prompt_tokens or rows),
+        "output tokens": str(load.output_tokens or rows),
         "ignore EOS": "yes" if load.ignore_eos else "no",
         "warm-up": " and ".join(warm_up) or "none",
         "seed": str(load.seed),

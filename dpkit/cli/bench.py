@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 import trio
+from attrs import evolve
 
 from dpkit.bench.arrivals import Arrivals
 from dpkit.bench.lengths import Fixed, parse_lengths
@@ -150,7 +151,8 @@ def _trace(options: dict[str, Any], seed: int) -> Trace | None:
     if options["trace"]:
         return read_trace(options["trace"], seed=seed)
     if options["lengths"]:
-        return read_trace(options["lengths"], needs_times=False)
+        trace = read_trace(options["lengths"], needs_times=False)
+        return evolve(trace, name=options["lengths"])  # as whoever reads the report knows it
     return None
 
 

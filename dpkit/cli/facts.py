@@ -14,6 +14,7 @@ from dpkit.config.rules import has_weights
 from dpkit.engine.limits import BadLimit
 from dpkit.engine.models import load_model
 from dpkit.errors import ConfigError, DpkitError, ModelNotFound
+from dpkit.imports import INSTALL_TORCH
 from dpkit.names import EngineKind
 from dpkit.nursery.limits import limits_of
 
@@ -134,7 +135,7 @@ def _look_up(
     except ModelNotFound as error:
         return None, None, str(error)
     except ModuleNotFoundError as error:
-        return None, None, f"its files need {error.name}; `pip install 'dpkit[torch]'` brings it"
+        return None, None, f"its files need {error.name}; {INSTALL_TORCH}"
 
 
 def _computed_in(group: EngineGroupConfig) -> str | None:

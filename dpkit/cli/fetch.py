@@ -12,6 +12,7 @@ import click
 
 from dpkit.checkpoint.catalogue import FETCHABLE
 from dpkit.errors import DpkitError, ModelNotFound
+from dpkit.imports import INSTALL_TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,9 +54,7 @@ def _fetch(name: str) -> None:
     try:
         from dpkit.checkpoint.fetch import fetch  # noqa: PLC0415 - numpy costs `--help` too much
     except ModuleNotFoundError as error:
-        raise DpkitError(
-            f"fetching needs {error.name}; `pip install 'dpkit[torch]'` brings it"
-        ) from error
+        raise DpkitError(f"fetching needs {error.name}; {INSTALL_TORCH}") from error
     with _progress_bar() as on_progress:
         fetched = fetch(name, on_progress=on_progress)
     state = "is already in" if fetched.already_there else "fetched into"

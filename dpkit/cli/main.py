@@ -106,8 +106,9 @@ def main(args: Sequence[str] | None = None) -> int:
         _drop_output()
     except OSError as error:
         code = FAILED
+        said = _output_fails() or error
         _drop_output()
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {said}", err=True)
     return code
 
 
@@ -168,6 +169,20 @@ def _exit_code(error: click.ClickException | DpkitError) -> int:
         return USAGE
     not_started = isinstance(error, ClusterNotStarted | ModelNotFound | ModelUnsupported)
     return NOT_STARTED if not_started else FAILED
+
+
+def _output_fails() -> str | None:
+    """What is wrong with standard output, if it is that: what it did not take is still there.
+
+    Unless it has no buffer (`PYTHONUNBUFFERED`), when it is tried once more.
+    """
+    try:
+        if getattr(sys.stdout, "write_through", False):
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as error:
+        return f"writing to standard output: {error.strerror}; give it somewhere to go"
+    return None
 
 
 def _drop_output() -> None:

@@ -11,7 +11,8 @@ import click
 from attrs import evolve
 
 from dpkit.cli.words import plural
-from dpkit.config.load import load_config
+from dpkit.config.checks import did_you_mean
+from dpkit.config.load import load_layers
 from dpkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
+    from dpkit.config.layers import Layers
     from dpkit.config.schema import Config
     from dpkit.simulate.run import Scenario
     from dpkit.simulate.study import Finding, Load
@@ -136,7 +138,8 @@ def make_scenario(
 
     if stats_interval is not None:
         overrides = (*overrides, f"coordinator.interval={stats_interval}")
-    config = simulated(_config(file, trace, overrides), engines=engines, seed=seed)
+    given, layers = _config(file, trace, overrides)
+    config = simulated(given, engines=engines, seed=seed, layers=layers)
     asks = _trace(trace, rows, seed).clipped(smallest_kv(config))
     return Scenario(config=config, trace=asks, clients=clients, seed=seed)
 
@@ -156,20 +159,21 @@ def with_faults(scenario: Scenario, texts: Sequence[str]) -> Scenario:
     return evolve(scenario, faults=plan)
 
 
-def _config(file: str | None, trace: str, overrides: Sequence[str]) -> Config:
+def _config(file: str | None, trace: str, overrides: Sequence[str]) -> tuple[Config, Layers | None]:
     from dpkit.simulate.settings import text_for  # noqa: PLC0415 - Trio costs `--help` too much
     from dpkit.simulate.workloads import WORKLOADS  # noqa: PLC0415 - with it
 
     if file is not None:
-        return load_config(file, overrides=overrides)
+        loaded = load_layers(file, overrides=overrides)
+        return loaded.config, loaded.layers
     if trace not in WORKLOADS:
         raise click.UsageError(
             f"--trace {trace}: give the FILE of the cluster that shall serve it; only workloads "
-            f"bring one: {', '.join(WORKLOADS)}"
+            f"bring one: {', '.join(WORKLOADS)}{did_you_mean(trace, WORKLOADS)}"
         )
     from dpkit.config.load import parse_config  # noqa: PLC0415 - for those alone
 
-    return parse_config(text_for(trace), overrides=overrides)
+    return parse_config(text_for(trace), overrides=overrides), None
 
 
 def _trace(name: str, rows: int | None, seed: int) -> Trace:
@@ -179,9 +183,8 @@ def _trace(name: str, rows: int | None, seed: int) -> Trace:
     if name in WORKLOADS:
         return make_workload(name, rows=rows, seed=seed)
     if not Path(name).exists():
-        raise ConfigError(
-            [f"--trace {name}: no such file; the synthetic workloads are {', '.join(WORKLOADS)}"]
-        )
+        known = f"the synthetic workloads are {', '.join(WORKLOADS)}{did_you_mean(name, WORKLOADS)}"
+        raise ConfigError([f"--trace {name}: no such file; {known}"])
     return read_trace(name, rows=rows, seed=seed)
 
 

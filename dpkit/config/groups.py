@@ -20,6 +20,9 @@ from dpkit.names import (
     Transport,
 )
 
+UNNAMED = "engine"
+"""What a group is called that has no name."""
+
 
 @frozen(kw_only=True)
 class SchedulerConfig:
@@ -244,7 +247,7 @@ class EngineGroupConfig:
     """A group of `count` equal engines, called NAME-0, NAME-1 and so on."""
 
     name: str = field(
-        default="engine",
+        default=UNNAMED,
         validator=MadeOf("[a-z0-9_-]+", "'a' to 'z', digits, '_' and '-'"),
         metadata=why("One group needs no name."),
     )

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dpkit.config.checks import BadValue, describe, did_you_mean
+from dpkit.config.groups import UNNAMED
 from dpkit.config.locate import locate
 from dpkit.config.rules import dotted
 
@@ -114,8 +115,10 @@ def _step(place: Any, name: str, path: Path) -> str | int:
     indices = [str(index) for index in range(len(place))]
     if name in indices:
         return int(name)
-    known = [str(group.get("name", "")) for group in place if isinstance(group, dict)]
+    known = [str(group.get("name", UNNAMED)) for group in place if isinstance(group, dict)]
     if name in known:
         return known.index(name)
     message = f"there is no {dotted((*path, name))}; indices here: {', '.join(indices) or 'none'}"
+    if known:
+        message += f"; names: {', '.join(map(printable, known))}"
     raise BadValue(message + did_you_mean(name, known))

@@ -14,6 +14,7 @@ from attrs import frozen
 
 from dpkit.engine.waves import EngineWaves
 from dpkit.errors import LaunchFailed, WireError
+from dpkit.imports import INSTALL_TORCH
 from dpkit.nursery.lockstep import Lockstep
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def import_ballots() -> ModuleType:
     except ImportError as error:
         raise LaunchFailed(
             f"engines that step together vote by torch, and {error.name} is missing; "
-            "try: pip install 'dpkit[torch]'"
+            f"{INSTALL_TORCH}"
         ) from error
     return gloo
 

@@ -262,7 +262,11 @@ class Line(Generic[W]):
         index = None if pin is None else late.index_of(pin)
         if pin is not None and index is None:
             return ANYWHERE  # there is no such engine, which `place` says
-        return to.offer(self._prospect(waiter, late), index)
+        prospect = self._prospect(waiter, late)
+        try:
+            return to.offer(prospect, index)
+        except Exception as error:  # noqa: BLE001 - whatever a policy raises
+            late.blame("offer", error)
 
     @staticmethod
     def _prospect(waiter: W, late: LateDispatch) -> object:

@@ -1,7 +1,7 @@
 """What goes wrong, as clients of OpenAI's API hear it: a status, a body, and when to try again.
 
 Knows no route and no socket. A bug of ours, or of a class that somebody brought, is told to the
-log; the client hears that there was one, and which request it was.
+log; the client hears that there was one, and which request it was. Only of a policy it hears all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dpkit.errors import ClusterClosed, DpkitError, TryLater
+from dpkit.errors import ClusterClosed, DpkitError, PolicyFailed, TryLater
 from dpkit.logs import about
 
 if TYPE_CHECKING:
@@ -101,7 +101,9 @@ def api_error(error: Exception, request_id: str, param: str | None = None) -> Ap
     """
     if isinstance(error, ApiError):
         return error
-    if not isinstance(error, DpkitError) or error.http_status == 500:
+    if isinstance(error, PolicyFailed):  # says whose bug it is; where, a debug record has told
+        _log.error("request %s failed: %s", request_id, error, extra=about(request_id=request_id))
+    elif not isinstance(error, DpkitError) or error.http_status == 500:
         of = about(request_id=request_id)
         _log.error("request %s failed", request_id, exc_info=error, extra=of)
         return ApiError(

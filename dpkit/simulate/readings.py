@@ -18,7 +18,7 @@ from dpkit.costmodel import StepCost
 from dpkit.errors import ConfigError
 from dpkit.simulate.fit import Step
 from dpkit.simulate.fit_log import Served
-from dpkit.traces import read_lines
+from dpkit.traces import read_lines, read_number, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,8 +56,8 @@ def _rows(path: Path, lines: list[str], read: Callable[[Mapping[str, str]], T]) 
     for number, row in enumerate(csv.DictReader(lines), start=2):
         try:
             found.append(read(row))
-        except (ValueError, KeyError, TypeError) as error:
-            problem = f"{path}:{number}: this was not measured: {type(error).__name__}: {error}"
+        except ValueError as error:
+            problem = f"{path}:{number}: this was not measured: {error}"
             raise ConfigError([problem]) from error
     if not found:
         raise ConfigError(
@@ -67,25 +67,25 @@ def _rows(path: Path, lines: list[str], read: Callable[[Mapping[str, str]], T]) 
 
 
 def _step(row: Mapping[str, str]) -> Step:
-    milliseconds = float(row["step_ms"])
+    milliseconds = read_number(row, "step_ms")
     if not 0 < milliseconds < math.inf:
         raise ValueError(f"step_ms must be more than 0, not {milliseconds:g}")
     return Step(
-        prefill_tokens=int(row["prefill_tokens"]),
-        prefill_context=float(row["prefill_context"]),
-        decodes=int(row["decode_seqs"]),
-        kv_tokens=float(row["kv_tokens"]),
+        prefill_tokens=read_whole(row, "prefill_tokens"),
+        prefill_context=read_number(row, "prefill_context"),
+        decodes=read_whole(row, "decode_seqs"),
+        kv_tokens=read_number(row, "kv_tokens"),
         seconds=milliseconds / 1e3,
     )
 
 
 def _served(row: Mapping[str, str]) -> Served:
     return Served(
-        prompt_tokens=int(row["prompt_tokens"]),
-        output_tokens=int(row["output_tokens"]),
-        scheduled_s=float(row["scheduled_s"]),
-        first_s=float(row["first_token_s"]),
-        last_s=float(row["last_token_s"]),
+        prompt_tokens=read_whole(row, "prompt_tokens"),
+        output_tokens=read_whole(row, "output_tokens"),
+        scheduled_s=read_number(row, "scheduled_s"),
+        first_s=read_number(row, "first_token_s"),
+        last_s=read_number(row, "last_token_s"),
     )
 
 

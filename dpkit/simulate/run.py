@@ -18,7 +18,7 @@ import trio.testing
 from attrs import define, evolve, field, frozen
 
 from dpkit._trio import seeded_scheduler
-from dpkit.errors import ClusterClosed
+from dpkit.errors import ClusterClosed, PolicyFailed
 from dpkit.messages import SamplingParams
 from dpkit.nursery.cluster import open_cluster
 from dpkit.simulate.faults import FaultPlan, befall, keep_dead, prepared, strike
@@ -100,13 +100,21 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def bare_interrupt() -> Iterator[None]:
-    """Let Ctrl-C come out of a Trio run as what it is, not in the groups of nurseries it passed."""
+    """Let Ctrl-C come out of a Trio run as what it is, not in the groups of nurseries it passed.
+
+    So does what a policy raised, which is its author's to read.
+    """
     try:
         yield
     except BaseExceptionGroup as group:
-        if group.subgroup(KeyboardInterrupt) is None:
+        if group.subgroup(KeyboardInterrupt) is not None:
+            raise KeyboardInterrupt from group
+        if (found := group.subgroup(PolicyFailed)) is None:
             raise
-        raise KeyboardInterrupt from group
+        error: BaseException = found
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from error.__cause__
 
 
 def _is_loud(scenario: Scenario, models: Mapping[int, FaultyModel]) -> bool:

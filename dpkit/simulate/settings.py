@@ -21,6 +21,7 @@ from dpkit.simulate.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     from dpkit.config.groups import EngineGroupConfig
+    from dpkit.config.layers import Layers
     from dpkit.config.schema import Config
     from dpkit.costmodel import StepCost
     from dpkit.engine.limits import EngineLimits
@@ -46,6 +47,7 @@ def simulated(
     *,
     engines: int | None = None,
     seed: int = 0,
+    layers: Layers | None = None,
 ) -> Config:
     """Make of a config what is simulated.
 
@@ -56,13 +58,15 @@ def simulated(
         config: Any whose models are ``cost:…``.
         engines: In the place of the count of its one group.
         seed: Of all that is drawn.
+        layers: What the config was put together from: says where a wrong model stands.
 
     Raises:
         ConfigError: a model's steps have no known cost, or `engines` is given for several groups.
     """
     problems = [
-        f"engines[{index}].model: what a step of {group.model!r} costs is not known; simulate with "
-        f'"cost:PRESET", of {", ".join(PRESETS)}, or a file made by `dpkit fit`'
+        f"{_place(layers, index)}engines.{index}.model: what a step of {group.model!r} costs is "
+        'not known; simulate with "cost:PRESET", of '
+        f"{', '.join(PRESETS)}, or a file made by `dpkit fit`"
         for index, group in enumerate(config.engines)
         if not group.model.startswith("cost:")
     ]
@@ -87,6 +91,13 @@ def simulated(
         log=LogConfig(),
         server=None,
     )
+
+
+def _place(layers: Layers | None, index: int) -> str:
+    if layers is None:
+        return ""
+    path = ("engines", index, "model")
+    return f"{layers.source(path).at(path)}: "
 
 
 def costs_of(group: EngineGroupConfig) -> tuple[StepCost, EngineLimits]:

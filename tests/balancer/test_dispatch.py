@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpkit.abc import LoadView, Policy
+from dpkit.abc import HoldingPolicy, LoadView, Policy
 from dpkit.balancer.dispatch import HELD, PINNED, expected_tokens
+from dpkit.balancer.late import LateDispatch
 from dpkit.balancer.policies import load_policy
-from dpkit.errors import DpkitError, NoEngineReady, RequestRejected
+from dpkit.errors import DpkitError, NoEngineReady, PolicyFailed, RequestRejected
 from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot, StepReport
 from dpkit.names import PolicyName
 
@@ -166,7 +167,7 @@ def test_a_policy_that_picks_no_engine_is_told_so(make_client: MakeClient, index
     assert client.ledger.statistics().charged == 0
 
 
-@pytest.mark.parametrize("error", [RuntimeError("bug"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [NoEngineReady("not now"), KeyboardInterrupt()])
 def test_a_policy_that_fails_leaves_no_charge(
     make_client: MakeClient, error: BaseException
 ) -> None:
@@ -175,6 +176,64 @@ def test_a_policy_that_fails_leaves_no_charge(
         client.place("r")
     assert caught.value is error
     assert client.ledger.statistics().inflight == 0
+
+
+class Raises(HoldingPolicy):
+    """Raises where the test says."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def pick(self, request: GenerateRequest, view: LoadView) -> int:
+        self._pass("pick")
+        return 0
+
+    def score(self, request: GenerateRequest, index: int, view: LoadView) -> float | None:
+        self._pass("score")
+        return None
+
+    def on_charge(self, request: GenerateRequest, index: int, view: LoadView) -> None:
+        self._pass("on_charge")
+
+    def prepare(self, request: GenerateRequest) -> None:
+        self._pass("prepare")
+
+    def age(self, prospect: None) -> float:
+        self._pass("age")
+        return 0.0
+
+    def open_pass(self, view: LoadView) -> Any:
+        self._pass("open_pass")
+
+    def _pass(self, at: str) -> None:
+        if at == self.at:
+            raise ValueError("no idea")
+
+
+@pytest.mark.parametrize("at", ["pick", "score", "on_charge", "prepare", "age", "open_pass"])
+def test_a_policy_that_raises_is_named_with_the_method(
+    make_client: MakeClient, caplog: pytest.LogCaptureFixture, at: str
+) -> None:
+    books = make_client(1)
+    late = LateDispatch(books.ledger, books.view, Raises(at))
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1,))
+    does = {
+        "prepare": lambda: late.prepare(request),
+        "age": lambda: late.age(None),
+        "open_pass": late.open_pass,
+    }
+    caplog.set_level("DEBUG")
+    with pytest.raises(PolicyFailed) as caught:
+        does.get(at, lambda: late.place(request))()
+    assert str(caught.value) == (
+        f"policy {__name__}:Raises raised ValueError: no idea; that was its {at}(), and "
+        "log.level=debug logs its traceback"
+    )
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert books.ledger.statistics().inflight == 0
+    [record] = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[1] is caught.value.__cause__
 
 
 def test_a_late_release_of_an_earlier_life_is_not_told_to_the_policy(

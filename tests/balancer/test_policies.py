@@ -246,16 +246,20 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class() -> None:
         (
             "no_such_module:Class",
             (
-                "policy 'no_such_module:Class': module 'no_such_module' cannot be imported: "
-                "No module named 'no_such_module'"
+                "policy 'no_such_module:Class': No module named 'no_such_module'; is its "
+                "directory on PYTHONPATH?"
             ),
         ),
         (":Class", "policy ':Class': module '' cannot be imported: Empty module name"),
         (
             "json:Missing",
+            "policy 'json:Missing': module 'json' has no 'Missing'",
+        ),
+        (
+            f"{__name__}:NeedArgument",
             (
-                "policy 'json:Missing': 'Missing' in module 'json' is nothing; "
-                "it must be a subclass of dpkit.abc.Policy"
+                f"policy '{__name__}:NeedArgument': module '{__name__}' has no 'NeedArgument'; "
+                "did you mean 'NeedsArgument'?"
             ),
         ),
         (

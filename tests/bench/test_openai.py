@@ -118,8 +118,11 @@ async def test_a_key_opens_a_server_that_asks_for_one(monkeypatch) -> None:
     async with served(f"{ECHO}api_key_env = 'BENCH_KEYS'\n") as (_, url):
         async with target_at(url, load, api_key="sesame") as target:
             assert (await run_bench(target, load)).summary.finished == 3
-        with pytest.raises(TargetUnusable, match=r"GET /v1/models: 401: "):
+        with pytest.raises(TargetUnusable, match=r"/v1/models: 401: .*; --api-key-env names"):
             async with target_at(url, load):
+                pass
+        with pytest.raises(TargetUnusable, match=r"completions: 401: .*; --api-key-env names"):
+            async with target_at(url, load, model="echo"):
                 pass
 
 

@@ -356,7 +356,7 @@ def test_a_python_without_numpy_says_what_to_install(
     assert main(["fetch", "smollm2-135m"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: fetching needs ")
-    assert said.endswith("; `pip install 'dpkit[torch]'` brings it\n")
+    assert said.endswith("pins torch: pip alone may choose a build of several GB\n")
 
 
 def test_a_failed_fetch_exits_with_1(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

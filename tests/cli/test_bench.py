@@ -133,6 +133,8 @@ def test_a_trace_gives_moments_and_lengths(file: str, tmp_path: Path, text: str)
     assert (replayed["prompt_tokens"], replayed["output_tokens"]) == (18, 9)
     lengths = bench_json(file, "--lengths", str(trace), "--requests", "4", "--ignore-eos")
     assert (lengths["prompt_tokens"], lengths["output_tokens"]) == (23, 11)
+    assert lengths["settings"]["prompt tokens"] == f"of {trace}"
+    assert lengths["settings"]["output tokens"] == f"of {trace}"
 
 
 def test_the_same_seed_asks_the_same(file: str) -> None:
@@ -298,4 +300,4 @@ def test_what_contradicts_itself_is_refused(args: tuple[str, ...], said: str) ->
 
 def test_a_trace_that_is_not_there_is_told_of(capsys) -> None:
     assert main(["bench", "--trace", "/no/such/trace.csv"]) == 2
-    assert "error: /no/such/trace.csv: it cannot be read: " in capsys.readouterr().err
+    assert "error: /no/such/trace.csv: no such file\n" in capsys.readouterr().err

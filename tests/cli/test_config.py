@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dpkit.cli.main import main
 from dpkit.config.load import load_config, parse_config
+from tests.documented import page
 
 if TYPE_CHECKING:
     import pytest
@@ -60,3 +61,16 @@ def test_a_wrong_config_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None
 def test_schema_prints_what_is_shipped(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert capsys.readouterr().out == (ROOT / "dpkit/config/dpkit.schema.json").read_text()
+
+
+def test_the_page_shows_origins_as_they_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = page("config.md").partition("    $ ")[2].partition("\n\n")[0]
+    asked, *lines = (line.strip() for line in example.splitlines())
+    variable, _, command = asked.partition(" dpkit ")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv(*variable.split("="))
+    assert main(command.split()) == 0
+    printed = iter(capsys.readouterr().out.splitlines())
+    assert [line for line in lines if line != "…" and line not in printed] == []

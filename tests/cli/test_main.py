@@ -187,8 +187,14 @@ def test_a_bug_is_one_line_and_its_traceback_to_be_had(
 
 
 @pytest.mark.parametrize("command", [["check"], ["run", "--prompt", "hi"]], ids=lambda c: c[0])
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&-", "> /dev/full"])
-def test_an_output_that_takes_nothing_is_one_line_at_most(command: list[str], closed: str) -> None:
+@pytest.mark.parametrize(
+    ("closed", "unbuffered"),
+    [(">&-", ""), (">&- 2>&-", ""), ("<&- >&-", ""), ("> /dev/full", ""), ("> /dev/full", "1")],
+)
+def test_an_output_that_takes_nothing_is_one_line_at_most(
+    command: list[str], closed: str, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     words = [sys.executable, "-m", "dpkit", *command, "--set", "engines.0.model=echo"]
     done = subprocess.run(
         ["/bin/sh", "-c", f"{shlex.join(words)} {closed}"],
@@ -201,6 +207,9 @@ def test_an_output_that_takes_nothing_is_one_line_at_most(command: list[str], cl
     assert done.returncode == 1
     assert done.stderr.count("\n") == ("2>&-" not in closed)
     assert done.stderr.startswith("error: ") or not done.stderr
+    if closed == "> /dev/full":
+        full = "writing to standard output: No space left on device; give it somewhere to go"
+        assert done.stderr == f"error: {full}\n"
 
 
 @pytest.mark.parametrize(
@@ -250,6 +259,47 @@ def test_make_help_lists_every_target() -> None:
     assert set(listed) == set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
 
 
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        ("run", [".[torch,serve]"]),
+        ("demo", [".[torch,serve]"]),
+        ("test", [".[torch,serve]", ".[torch,dev]"]),
+        ("check", [".[torch,serve]", ".[torch,dev]"]),
+    ],
+)
+def test_make_installs_no_more_than_its_target_needs_and_says_that_it_takes_long(
+    tmp_path: Path, target: str, extras: list[str]
+) -> None:
+    done = subprocess.run(
+        ["/usr/bin/env", "make", "--no-print-directory", "-n", f"VENV={tmp_path}/venv", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.findall(r"-e '(.*?)'", done.stdout) == extras
+    assert done.stdout.count("it takes minutes") == len(extras)
+    assert done.stdout.index("it takes minutes") < done.stdout.index("-m venv")
+
+
 def test_the_readme_lists_every_command_and_no_other() -> None:
     rows = re.findall(r"^\| `dpkit ([a-z]+)[^`]*` \|", README.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(cli.dpkit.list_commands(click.Context(cli.dpkit)))
+
+
+def test_an_echo_answers_without_any_extra(tmp_path: Path) -> None:
+    text = README.read_text()
+    assert "`pip install -c constraints.txt -e .` is enough" in text
+    echo = re.findall(r"```toml\n(# echo\.toml\n.*?)```", text, re.DOTALL)[0]
+    (tmp_path / "echo.toml").write_text(echo)
+    code = (
+        "import sys\n"
+        "for extra in 'torch numpy tokenizers jinja2 httptools prometheus_client'.split():\n"
+        "    sys.modules[extra] = None\n"
+        "from dpkit.cli.main import main\n"
+        "sys.exit(main(['run', sys.argv[1], '--prompt', 'hello']))\n"
+    )
+    done = _python("-c", code, str(tmp_path / "echo.toml"), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "hello [stop]" in done.stdout

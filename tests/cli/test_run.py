@@ -176,7 +176,8 @@ def test_whatever_a_policy_raises_fails_one_prompt(tmp_path, config, capsys, mon
     policy = ["--set", "balancer.policy=picky_policy:Picky"]
     assert main(["run", config, *policy, "--prompt", "no", "--prompt", "fine"]) == 1
     out, err = capsys.readouterr()
-    assert "[no engine] no\nerror: KeyError: 'not this one'\n" in out
+    said = "policy picky_policy:Picky raised KeyError: 'not this one'; that was its pick()"
+    assert f"[no engine] no\nerror: {said}" in out
     assert "fine [stop]" in out
     assert err == ""
 

@@ -105,7 +105,7 @@ def test_the_environment_of_the_process_is_read(monkeypatch: pytest.MonkeyPatch)
         ("DPKIT__LOG__LEVL", "info", "log.levl: unknown key; did you mean 'level'?"),
         ("DPKIT__CORDINATOR__X", "1", "cordinator: unknown key; did you mean 'coordinator'?"),
         ("DPKIT__ENGINES__0__COUNT", "0", "engines.0.count: must be between 1 and 1024, got 0"),
-        ("DPKIT__ENGINES__7__COUNT", "1", "there is no engines.7; indices here: 0"),
+        ("DPKIT__ENGINES__7__COUNT", "1", "there is no engines.7; indices here: 0; names: engine"),
         ("DPKIT__ENGINES", "[", "'[' is not a TOML value"),
         (
             "DPKIT__EXTENDS",

@@ -191,10 +191,10 @@ def test_an_index_wins_over_a_name() -> None:
         ("log={x = 1}", "log.x: unknown key; known here: level, format, prompts, events, steps"),
         ("cordinator.interval=1", "cordinator: unknown key; did you mean 'coordinator'?"),
         ("engines.0={}", 'engines.0.model: missing; write for example model = "smollm2-135m"'),
-        ("engines.7.count=1", "there is no engines.7; indices here: 0, 1"),
+        ("engines.7.count=1", "there is no engines.7; indices here: 0, 1; names: smol, 0"),
         (
             "engines.sml.count=1",
-            "there is no engines.sml; indices here: 0, 1; did you mean 'smol'?",
+            "there is no engines.sml; indices here: 0, 1; names: smol, 0; did you mean 'smol'?",
         ),
         ("engines.0.name.x=1", "engines.0.name is 'smol' (a string), which has no key 'x'"),
         ("engines.0.count=[1,", "'[1,' is not a TOML value"),
@@ -207,6 +207,11 @@ def test_an_index_wins_over_a_name() -> None:
 def test_wrong_override_is_located_at_the_flag(override: str, message: str) -> None:
     shown = override if override.isprintable() else repr(override)
     assert _complaint(TWO_GROUPS, override) == f"--set {shown}: {message}"
+
+
+def test_a_group_without_a_name_goes_by_the_one_it_gets() -> None:
+    config = parse_config('[[engines]]\nmodel = "echo"\n', overrides=["engines.engine.count=3"])
+    assert (config.engines[0].name, config.engines[0].count) == ("engine", 3)
 
 
 def test_empty_array_has_no_index_to_set() -> None:

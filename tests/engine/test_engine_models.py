@@ -168,6 +168,7 @@ def test_your_own_class_is_a_model() -> None:
     [
         ("no_such_module:Model", ModelNotFound, "No module named 'no_such_module'; is its dir"),
         ("dpkit.abc:NoSuch", ModelNotFound, "module 'dpkit.abc' has no 'NoSuch'"),
+        (f"{__name__}:MyModl", ModelNotFound, r"has no 'MyModl'; did you mean 'MyModel'\?"),
         ("dpkit.abc:Tokenizer", ModelUnsupported, "is not a subclass of dpkit.abc.Model"),
         ("dpkit.names:enum", ModelUnsupported, "is not a subclass of dpkit.abc.Model"),
         ("dpkit.abc:Model", ModelUnsupported, "cannot be made without arguments: Can't instant"),
@@ -309,7 +310,9 @@ def test_models_without_weights_load_at_once() -> None:
 
 def test_weights_without_torch_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dpkit.engine.models.torch", None)
-    with pytest.raises(ModelUnsupported, match=r"'smollm2-135m': .* pip install 'dpkit\[torch\]'"):
+    with pytest.raises(
+        ModelUnsupported, match=r"'smollm2-135m': .* is missing; .*torch\]'.* pins torch"
+    ):
         load_model("smollm2-135m")
 
 

@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 
+from dpkit.balancer.policies.expected_ttft import ExpectedTtft
 from dpkit.engine.models.echo import EchoModel
 from dpkit.errors import EngineLost
 from dpkit.names import Cause
@@ -27,6 +28,8 @@ from tests.serve.desk import CHAT, COMPLETIONS, ECHO, SLOW, error_of, events, op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from dpkit.abc import LoadView, Pass
 
 ONE_AT_ONCE = SLOW + "[admission]\nmax_inflight = 1\nmax_queued = 1\nqueue_timeout = '3s'\n"
 LONG = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1000}
@@ -507,3 +510,53 @@ async def test_M07_every_request_ends_once_with_who_caused_it(autojump_clock: An
         causes = desk.cluster.client.statistics().causes
         assert causes == {Cause.STOP: 1, Cause.REFUSED: 1, Cause.DEADLINE: 1, Cause.CLIENT: 1}
         assert [answered.status for answered in desk.answered] == [200, 400, 504, 499]
+
+
+class Clueless(ExpectedTtft):
+    """Raises at whatever comes."""
+
+    def on_charge(self, *_: object) -> None:
+        raise ValueError("no idea")
+
+
+class Undecided(ExpectedTtft):
+    """Raises when it is asked who may go."""
+
+    def open_pass(self, _view: LoadView) -> Pass:
+        raise ValueError("no idea")
+
+
+class Fickle(ExpectedTtft):
+    """Raises when it is asked whether this one may go."""
+
+    def open_pass(self, _view: LoadView) -> Pass:
+        return Never()
+
+
+class Never:
+    """A pass that sends nobody."""
+
+    is_over = False
+
+    def offer(self, prospect: object, index: int | None = None) -> int | None:  # noqa: ARG002
+        raise ValueError("no idea")
+
+
+@pytest.mark.parametrize(
+    ("policy", "binding"),
+    [(Clueless, "early"), (Clueless, "late"), (Undecided, "late"), (Fickle, "late")],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_policy_that_raises_is_named_and_its_traceback_is_nobodys(
+    caplog: pytest.LogCaptureFixture, policy: type, binding: str, stream: bool
+) -> None:
+    named = f"{__name__}:{policy.__name__}"
+    settings = f"[balancer]\npolicy = '{named}'\nbinding = '{binding}'\n"
+    caplog.set_level("INFO")
+    async with open_desk(ECHO + settings) as desk:
+        status, error = await desk.refused(COMPLETIONS, prompt="a", stream=stream)
+        assert (status, error["code"]) == (500, "policy_failed")
+        assert error["message"].startswith(f"policy {named} raised ValueError: no idea; that was ")
+        assert not any(record.exc_info for record in caplog.records)
+        assert any(f"policy {named} raised" in record.getMessage() for record in caplog.records)
+        check_idle(desk.cluster)

@@ -19,6 +19,8 @@ from dpkit.simulate.plan import Promise, least_engines
 from dpkit.simulate.pool import run_side_by_side
 from tests.simulate.lab import scenario_of
 
+ROOT = Path(__file__).parents[2]
+
 KEYS = [
     "policy",
     "ttft_p50_s",
@@ -139,7 +141,7 @@ def test_a_workload_brings_its_own_engines(capsys: pytest.CaptureFixture[str]) -
         ),
         (
             ["--trace", "micro-long", "--policy", "best:Of"],
-            "policy 'best:Of': module 'best' cannot",
+            "policy 'best:Of': No module named 'best'; is",
         ),
         (["--trace", "micro-long", "--policy", "random@x"], "--policy random@x: bind it random@e"),
         (["--trace", "micro-long", "--set", "x=1"], "--set x=1: x: unknown key"),
@@ -151,6 +153,50 @@ def test_what_cannot_be_simulated_is_told(
 ) -> None:
     assert main(["simulate", *args]) == 2
     assert capsys.readouterr().err.startswith(f"error: {words}")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_policy_that_raises_is_named(
+    tmp_path: Path,
+    jobs: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "raising.py").write_text(
+        "from dpkit.abc import Policy\n"
+        "class Raises(Policy):\n"
+        "    def pick(self, request, view):\n"
+        "        raise ValueError('no idea')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    asked = ["--trace", "micro-long", "--rows", "5", "--jobs", str(jobs)]
+    policies = ["--policy", "raising:Raises", "--policy", "inflight"][: 2 * jobs]
+    assert main(["simulate", *asked, *policies]) == 1
+    said = capsys.readouterr().err
+    assert "error: " in said
+    assert "policy raising:Raises raised ValueError: no idea; that was its pick()" in said
+    assert "internal error" not in said
+
+
+def test_a_model_without_costs_is_told_where_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "echo.toml"
+    file.write_text('[[engines]]\nmodel = "echo"\n')
+    assert main(["simulate", str(file), "--trace", "micro-long"]) == 2
+    said = "engines.0.model: what a step of 'echo' costs is not known; simulate with"
+    assert capsys.readouterr().err.startswith(f"{file}:2:1: {said}")
+    assert main(["plan", str(file), "--trace", "micro-long", "--ttft", "1s"]) == 2
+    assert capsys.readouterr().err.startswith(f"{file}:2:1: {said}")
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_a_workload_that_is_mistyped_is_told_with_the_nearest(
+    files: tuple[str, str], file: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *files[:1] * file, "--trace", "micro-lnog"]) == 2
+    assert "; did you mean 'micro-long'?\n" in capsys.readouterr().err
 
 
 def test_a_trace_that_is_not_there_is_told_with_what_there_is(

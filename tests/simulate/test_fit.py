@@ -303,7 +303,7 @@ def test_a_preset_that_is_not_there_is_told_before_anything_starts(tmp_path: Pat
         ("arrival_s,prompt_tokens\n", ":1: nothing to fit here: expected a table of steps, with"),
         (
             "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms\n1,0,0,0,fast\n",
-            ":2: this was not measured: ValueError",
+            ":2: this was not measured: step_ms must be a number, not 'fast'",
         ),
         (
             "prefill_tokens,prefill_context,decode_seqs,kv_tokens,step_ms\n1,0,0,0,nan\n",

@@ -214,7 +214,7 @@ def test_a_text_is_no_longer_than_the_window(tiny: Path, config: Any, longest: i
 
 def test_a_python_without_torch_says_what_to_install(tiny: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "dpkit.engine.models.torch.model", None)
-    with pytest.raises(ModelUnsupported, match=r"pip install 'dpkit\[torch\]'"):
+    with pytest.raises(ModelUnsupported, match=r"needs dpkit.*; `pip install -c .*torch\]'"):
         load_model(str(tiny))
 
 

@@ -19,7 +19,7 @@ from dpkit.balancer.policies.queue_weighted import QueueWeighted
 from dpkit.balancer.policies.round_robin import RoundRobin
 from dpkit.balancer.policies.uniform import Random
 from dpkit.errors import ConfigError
-from dpkit.imports import import_named
+from dpkit.imports import NotThere, find_named
 from dpkit.names import PolicyName
 
 if TYPE_CHECKING:
@@ -85,17 +85,16 @@ def _builtin(name: str) -> type[Policy]:
 def _import(name: str) -> type[Policy]:
     module_name, _, attribute = name.partition(":")
     try:
-        found: object = import_named(module_name)
+        found = find_named(module_name, attribute)
+    except NotThere as error:
+        raise ConfigError([f"policy {name!r}: {error}"]) from error
     except Exception as error:
         raise ConfigError(
             [f"policy {name!r}: module {module_name!r} cannot be imported: {error}"]
         ) from error
-    for part in attribute.split("."):
-        found = getattr(found, part, None)
     if not (inspect.isclass(found) and issubclass(found, Policy)):
-        what = "nothing" if found is None else f"{found!r}"
         problem = (
-            f"policy {name!r}: {attribute!r} in module {module_name!r} is {what}; "
+            f"policy {name!r}: {attribute!r} in module {module_name!r} is {found!r}; "
             "it must be a subclass of dpkit.abc.Policy"
         )
         raise ConfigError([problem])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dpkit.abc import Model
 from dpkit.engine.foreign import call, name_of
 from dpkit.errors import DpkitError, ModelNotFound, ModelUnsupported, describe
-from dpkit.imports import import_named
+from dpkit.imports import INSTALL_TORCH, NotThere, find_named
 from dpkit.messages import ModelSpec
 from dpkit.names import Dtype, Quant
 from dpkit.sampling import shown
@@ -106,9 +106,7 @@ def loads_at_once(name: str) -> bool:
 
 
 def _missing(name: str, error: ModuleNotFoundError) -> ModelUnsupported:
-    return ModelUnsupported(
-        f"loading model {name!r}: {error.name} is missing; try: pip install 'dpkit[torch]'"
-    )
+    return ModelUnsupported(f"loading model {name!r}: {error.name} is missing; {INSTALL_TORCH}")
 
 
 def load_tokenizer(model: ModelFace, name: str) -> Tokenizer:
@@ -152,15 +150,9 @@ def _load_class(path: str, module: str, name: str) -> Model:
 
 def _find_class(doing: str, module: str, name: str) -> type[Model]:
     try:
-        found = getattr(import_named(module), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # not the module itself, but one that it imports
-        raise ModelNotFound(f"{doing}: {error}; is its directory on PYTHONPATH?") from error
-    except AttributeError as error:
-        if error.name != name:
-            raise  # of the module's own code
-        raise ModelNotFound(f"{doing}: module {module!r} has no {name!r}") from error
+        found = find_named(module, name)
+    except NotThere as error:
+        raise ModelNotFound(f"{doing}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise ModelUnsupported(f"{doing}: it is not a subclass of dpkit.abc.Model")
     return found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dpkit.checkpoint import locate, read_checkpoint
 from dpkit.errors import ModelUnsupported
+from dpkit.imports import INSTALL_TORCH
 from dpkit.names import Dtype, Quant
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ def load_torch_model(
     try:
         from dpkit.engine.models.torch.model import TorchModel  # noqa: PLC0415 - 1.5 s of CPU
     except ModuleNotFoundError as error:
-        raise ModelUnsupported(
-            f"model {name!r} needs {error.name}; `pip install 'dpkit[torch]'` brings it"
-        ) from error
+        raise ModelUnsupported(f"model {name!r} needs {error.name}; {INSTALL_TORCH}") from error
     return TorchModel(
         read_checkpoint(path),
         dtype=Dtype(dtype),
