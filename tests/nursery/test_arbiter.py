@@ -340,7 +340,7 @@ class Moody(ExpectedTtft):
 
 
 async def test_what_a_policy_raises_is_its_requests_own(autojump_clock: object) -> None:
-    settings = f'balancer = {{ policy = "{__name__}:Moody", binding = "late" }}\n'
+    settings = f'balancer = {{ policy = "{__name__}:Moody" }}\n'
     async with lab(settings=settings).open(clients=2) as cluster:
         await fill_up(cluster)
         bad, good = ask(cluster, 0, 13), ask(cluster, 1, 4)

@@ -13,6 +13,8 @@ from dpkit.balancer.health import Health
 from dpkit.balancer.late import make_dispatch
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
+from dpkit.balancer.policies.expected_ttft import ExpectedTtft
+from dpkit.balancer.policies.round_robin import RoundRobin
 from dpkit.balancer.view import LoadView
 from dpkit.config.load import parse_config
 from dpkit.config.schema import BalancerConfig
@@ -33,6 +35,7 @@ from tests.nursery.lab import STEP_S, Lab, Timed, loop_of, settle
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dpkit.abc import Policy
     from dpkit.messages import GenerateRequest
     from dpkit.nursery.submission import Submission
 
@@ -347,6 +350,30 @@ def test_policies_that_cannot_hold_are_refused_by_the_config() -> None:
         "balancer.binding: policy 'kv_pressure' cannot bind late, only 'expected_ttft' and your "
         "own can; leave binding out"
     )
+
+
+class Mine(ExpectedTtft):
+    """A policy of one's own that can hold requests."""
+
+
+class Coarse(RoundRobin):
+    """One that cannot."""
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize(("policy", "binding"), [(Mine, Binding.LATE), (Coarse, Binding.EARLY)])
+async def test_a_policy_of_your_own_that_can_hold_does_so_unless_told(
+    autojump_clock: object, policy: type[Policy], binding: Binding, clients: int
+) -> None:
+    name = f"{__name__}:{policy.__name__}"
+    config = parse_config(f'engines = [{{ model = "echo" }}]\nbalancer = {{ policy = "{name}" }}')
+    early = evolve(config, balancer=evolve(config.balancer, binding=Binding.EARLY))
+    async with open_cluster(config, clients=clients) as cluster:
+        assert {each.statistics().binding for each in cluster.clients} == {binding}
+        await cluster.apply(early)
+        assert {each.statistics().binding for each in cluster.clients} == {Binding.EARLY}
+        await cluster.apply(config)
+        assert {each.statistics().binding for each in cluster.clients} == {binding}
 
 
 async def test_a_policy_of_your_own_that_cannot_hold_is_refused_at_the_start(

@@ -32,7 +32,7 @@ def _run(policy: str) -> Outcome:
 
 
 def test_prompts_that_begin_together_leave_more_steps_to_the_answers() -> None:
-    alone, together = _run(f"{__name__}:Alone@late"), _run("expected_ttft")
+    alone, together = _run(f"{__name__}:Alone"), _run("expected_ttft")
     assert all(answer.is_whole for answer in together.answers)
     written = [max(a.last_s for a in outcome.answers[:40]) for outcome in (alone, together)]
     assert written[1] < 0.85 * written[0]
