@@ -95,6 +95,7 @@ class Arbitration:
             return
         arbiter = self.arbiter = Arbiter(dispatch, self.on_failed)
         known = self._clients[0].books[1]  # all of them have the same engines
+        arbiter.line.view.steps_together = known.steps_together
         for load in known.loads:
             dispatch.add(load.engine, load.rank, load.room)
         for name in known.names:
