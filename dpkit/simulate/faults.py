@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from dpkit.config.groups import EngineGroupConfig, SupervisionConfig
     from dpkit.config.schema import Config
+    from dpkit.engine.limits import EngineLimits
     from dpkit.nursery.cluster import Cluster
 
 FORMS = (
@@ -172,15 +173,17 @@ def prepared(config: Config, plan: FaultPlan) -> Iterator[tuple[Config, dict[int
     rank = 0
     with named(ModelOfEach(by_size)) as name:
         for group in config.engines:
-            blocks, plain = costs_of(group)[1].num_blocks, load_model(group.model)
+            limits, plain = costs_of(group)[1], load_model(group.model)
             for start, end in _pieces(rank, rank + group.count, troubled):
                 piece = evolve(group, name=f"{group.name}-{start}", count=end - start, model=name)
+                blocks = limits.num_blocks
                 if start in troubled:
                     models[start] = FaultyModel(plain)
-                    piece = _of_size(piece, by_size.add(models[start], blocks + 1 + start))
                     piece = evolve(piece, supervision=_supervision(group, start, plan))
-                elif group.model != first:
-                    piece = _of_size(piece, by_size.add(plain, blocks))
+                    blocks += 1 + start
+                if start in troubled or group.model != first:
+                    blocks = by_size.add(models.get(start, plain), blocks)
+                    piece = _within(piece, evolve(limits, num_blocks=blocks))
                 groups.append(piece)
             rank += group.count
         yield evolve(config, engines=tuple(groups)), models
@@ -209,8 +212,16 @@ class _BySize(dict[int, Model]):
         return size
 
 
-def _of_size(group: EngineGroupConfig, blocks: int) -> EngineGroupConfig:
-    return evolve(group, kv=evolve(group.kv, num_blocks=blocks, memory=None))
+def _within(group: EngineGroupConfig, limits: EngineLimits) -> EngineGroupConfig:
+    """With limits that are no model's, since all models go by the name of the first one's."""
+    tokens = limits.max_num_batched_tokens
+    return evolve(
+        group,
+        kv=evolve(group.kv, num_blocks=limits.num_blocks, memory=None),
+        scheduler=evolve(
+            group.scheduler, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=tokens
+        ),
+    )
 
 
 def _pieces(start: int, end: int, troubled: Collection[int]) -> Iterator[tuple[int, int]]:
