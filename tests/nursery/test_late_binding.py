@@ -18,7 +18,14 @@ from dpkit.balancer.policies.round_robin import RoundRobin
 from dpkit.balancer.view import LoadView
 from dpkit.config.load import parse_config
 from dpkit.config.schema import BalancerConfig
-from dpkit.errors import ConfigError, DeadlineExceeded, Draining, EngineLost, Overloaded
+from dpkit.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    EngineLost,
+    Overloaded,
+    RequestRejected,
+)
 from dpkit.messages import EngineId, EngineOutput, Room
 from dpkit.names import Binding, Cause
 from dpkit.nursery.client import Client
@@ -386,3 +393,20 @@ async def test_a_policy_of_your_own_that_cannot_hold_is_refused_at_the_start(
     with pytest.raises(ConfigError, match="cannot bind late, as it is no"):
         async with open_cluster(config):
             pytest.fail("it opened")
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("policy", ["expected_ttft", "kv_pressure"])
+async def test_where_engines_differ_in_size_no_request_is_refused_that_one_of_them_can_hold(
+    autojump_clock: object, policy: str, clients: int
+) -> None:
+    group = '[[engines]]\nname = "{}"\nmodel = "echo"\nkv.num_blocks = {}\nkv.block_size = 4\n'
+    text = f'balancer = {{ policy = "{policy}" }}\n' + group.format("small", 8)
+    async with open_cluster(parse_config(text + group.format("large", 40)), clients=clients) as it:
+        for client in it.clients:
+            for number in range(3):
+                answer = await client.complete([number] * 30, max_tokens=8)
+                assert answer.engine.name == "large-0"
+        with pytest.raises(RequestRejected, match="more than the KV cache's"):
+            await it.client.complete([1] * 160, max_tokens=8)
+        assert not it.audit()
