@@ -104,7 +104,7 @@ class Line(Generic[W]):
 
     def use(self, dispatch: EarlyDispatch, limits: Limits) -> None:
         """Go on with another dispatch, and other limits; nobody loses his place."""
-        self._queue.max_queued = limits.max_queued
+        self._queue.max_queued, self._queue.patience = limits.max_queued, limits.queue_timeout
         self._late = dispatch if isinstance(dispatch, LateDispatch) else None
         self._dispatch = dispatch
         self.look_again()

@@ -410,3 +410,17 @@ async def test_where_engines_differ_in_size_no_request_is_refused_that_one_of_th
         with pytest.raises(RequestRejected, match="more than the KV cache's"):
             await it.client.complete([1] * 160, max_tokens=8)
         assert not it.audit()
+
+
+async def test_after_a_reload_nobody_is_told_to_wait_longer_than_the_new_time_out(
+    autojump_clock: object,
+) -> None:
+    async with lab(1, settings=LATE + "admission.max_queued = 1\n").open() as cluster:
+        await fill_up(cluster, 1)
+        ask(cluster, 8)
+        shorter = evolve(cluster.config.admission, queue_timeout=7.0)
+        for longest in (60.0, 7.0):
+            with pytest.raises(Overloaded) as caught:
+                ask(cluster, 8)
+            assert caught.value.retry_after == longest
+            await cluster.apply(evolve(cluster.config, admission=shorter))
