@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from dpkit.bench.record import Record
 
-OURS, SEED = "expected_ttft", "kv_pressure"
-CONTENDERS = (SEED, OURS)
+OURS, BASELINE = "expected_ttft", "kv_pressure"
+CONTENDERS = (BASELINE, OURS)
 LONG, SHORT, ANSWERS = (600, 1500), (20, 100), (8, 32)  # tokens, from and to
 CROWD = 8
 """Requests under way while capacity is measured: more than two engines can begin at once."""
@@ -144,8 +144,8 @@ def p99(seconds: Sequence[float]) -> float:
 def row(title: str, rounds: Sequence[Mapping[str, Sequence[float]]], *, tail: bool) -> list[str]:
     """A figure of both, and the ratios within rounds: the middle one, the least and the most."""
     of = p99 if tail else statistics.fmean
-    pairs = [(of(each[OURS]), of(each[SEED])) for each in rounds]
-    ratios = sorted(ours / seed for ours, seed in pairs)
+    pairs = [(of(each[OURS]), of(each[BASELINE])) for each in rounds]
+    ratios = sorted(ours / baseline for ours, baseline in pairs)
     middles = (statistics.median(pair[place] for pair in pairs) for place in (1, 0))
     return [
         title,
@@ -167,7 +167,7 @@ def main(args: argparse.Namespace) -> None:
         ]
     print_table(
         f"seconds to the first token at {args.load:g} of capacity, medians of {args.rounds} rounds "
-        f"of {args.requests} requests, and ours over the seed's",
+        f"of {args.requests} requests, and ours over the baseline's",
         ("", *CONTENDERS, "ratio", "of all rounds"),
         rows,
     )

@@ -147,7 +147,7 @@ class AdmissionQueue:
 
     def __init__(self, max_queued: int, *, patience: float = 60.0) -> None:
         self.max_queued = max_queued
-        self._patience = patience
+        self.patience = patience
         self._levels: dict[int, _Level] = {}
         self._tickets: set[Ticket] = set()
         self._came = 0
@@ -241,9 +241,9 @@ class AdmissionQueue:
         """Seconds in which all that wait now are gone, at the speed of the last few that went."""
         went = len(self._moments) - 1
         if went < 1:
-            return self._patience
+            return self.patience
         seconds_each = (now - self._moments[0]) / went
-        return min(self._patience, max(LEAST_RETRY_S, len(self) * seconds_each))
+        return min(self.patience, max(LEAST_RETRY_S, len(self) * seconds_each))
 
     def statistics(self) -> AdmissionStatistics:
         """The queue now, and counts since it was made."""

@@ -35,7 +35,7 @@ SHORT = 0.125
 
 @define(eq=False)
 class Cohort:
-    """The prompts of one client that could begin, and wait for company."""
+    """The prompts that could begin, and wait for company."""
 
     ready: int = 0
     """Engines that had one at the last pass."""
@@ -67,8 +67,8 @@ class CohortPass:
     Args:
         to: Says where each may begin.
         standings: Of the engines, with what `to` has decided so far.
-        view: Of the client.
-        cohort: The client's.
+        view: Of the engines.
+        cohort: Kept from pass to pass.
     """
 
     def __init__(

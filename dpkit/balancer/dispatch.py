@@ -50,6 +50,11 @@ def expected_tokens(request: GenerateRequest) -> int:
     return len(request.prompt_token_ids) + output
 
 
+def most_tokens(request: GenerateRequest) -> int:
+    """Tokens whose KV a request may come to hold: of the last one it says none is ever computed."""
+    return len(request.prompt_token_ids) + request.sampling.max_tokens - 1
+
+
 class Reason(NamedTuple):
     """Why a request went where it went: kept as numbers, put into words only when asked (`str`).
 
@@ -148,7 +153,8 @@ class EarlyDispatch:
         """Choose an engine for a request and charge it there.
 
         An engine that the request names is taken without asking the policy; an id that is in
-        flight goes to the engine that has it and shares its charge.
+        flight goes to the engine that has it and shares its charge. Where engines differ in size,
+        none is taken that could never hold the request, if another could.
 
         Args:
             request: What to place.
@@ -175,6 +181,9 @@ class EarlyDispatch:
             index = self._pick(request) if chosen == ANYWHERE else chosen
             if type(index) is not int or not 0 <= index < len(loads):  # -1 would be the last one
                 raise self._nowhere(request, index)
+            room = loads[index].room
+            if room is not None and room.kv_tokens < (needs := most_tokens(request)):
+                index = self._where_it_fits(request, index, needs)
         else:
             index = self._pinned(request)
         load = loads[index]
@@ -310,6 +319,14 @@ class EarlyDispatch:
             except Exception as error:  # noqa: BLE001 - whatever a policy raises
                 self.blame("score", error)
         return (*_known(rule, score, load, now), view.engines, scores)
+
+    def _where_it_fits(self, request: GenerateRequest, index: int, needs: int) -> int:
+        """In place of an engine that can never hold a request: of those that can the best one."""
+        policy, view = self._policy, self._view
+        rooms = [load.room for load in view.loads]
+        fit = [i for i, room in enumerate(rooms) if room is None or room.kv_tokens >= needs]
+        # The engine says what is wrong with a request that is too long for all.
+        return min(fit, key=lambda i: policy.score(request, i, view) or 0.0, default=index)
 
     def _nowhere(self, request: GenerateRequest, index: int) -> DpkitError:
         return DpkitError(

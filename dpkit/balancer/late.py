@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpkit.abc import HoldingPolicy
 from dpkit.balancer.dispatch import EarlyDispatch
-from dpkit.balancer.policies import policy_name
+from dpkit.balancer.policies import find_policy, policy_name
 from dpkit.errors import ConfigError
 from dpkit.names import Binding
 
@@ -92,6 +92,15 @@ class LateDispatch(EarlyDispatch):
         """Take an engine's own newest word."""
         self.moves += 1
         super().on_report(engine, report, now=now)
+
+
+def usual_binding(policy: str) -> Binding:
+    """When a policy of this name binds, if nobody says when: late if it can.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    return Binding.LATE if issubclass(find_policy(policy), HoldingPolicy) else Binding.EARLY
 
 
 def make_dispatch(

@@ -58,6 +58,7 @@ POLICIES = {
 _BOUND = {
     Binding.EARLY: "the moment it comes",
     Binding.LATE: "when that could begin it with the next step, and waits at the client till then",
+    None: "the moment it comes, unless its policy, which is not loaded for this, can hold it",
 }
 
 
@@ -161,7 +162,7 @@ def _paragraphs(file: str, config: Config, groups: Sequence[GroupFacts]) -> Iter
     yield ""
     yield from _balancing(config)
     yield ""
-    yield from _admission(config)
+    yield _admission(config)
     yield ""
     yield from serving(config)
     yield ""
@@ -247,9 +248,10 @@ def _balancing(config: Config) -> Iterator[str]:
         yield "  Engines step together, in waves; an idle one is woken when another gets work."
 
 
-def _admission(config: Config) -> Iterator[str]:
+def _admission(config: Config) -> str:
     admission = config.admission
-    bound = (
+    when = "at once" if config.balancer.bound is Binding.EARLY else "as said"
+    most = (
         "while an engine is ready"
         if admission.max_inflight is None
         else f"up to {_count(admission.max_inflight, 'request')} of a client"
@@ -258,7 +260,7 @@ def _admission(config: Config) -> Iterator[str]:
         f"{admission.max_queued:,} more may wait, for at most "
         f"{show_duration(admission.queue_timeout)}; others are refused with Overloaded."
     )
-    yield f"Admission: requests go to engines at once, {bound}. {queue}"
+    return f"Admission: requests go to engines {when}, {most}. {queue}"
 
 
 def _or_own(limit: int | None, noun: str) -> str:

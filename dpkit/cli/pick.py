@@ -16,7 +16,7 @@ import click
 import msgspec
 from attrs import asdict, frozen
 
-from dpkit.balancer.late import LateDispatch, make_dispatch
+from dpkit.balancer.late import LateDispatch, make_dispatch, usual_binding
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
@@ -149,12 +149,13 @@ def dry_run(
     Raises:
         RequestRejected: the request names an engine that is not there. What the policy raises.
     """
-    is_late = config.balancer.bound is Binding.LATE  # then one knows what all have sent
+    binding = config.balancer.bound or usual_binding(config.balancer.policy)
+    is_late = binding is Binding.LATE  # then one knows what all have sent
     count = 1 if is_late else max(1, len(state.clients))
     policy = load_policy(config.balancer.policy, rng=random.Random(0))  # noqa: S311 - no secret
     ledger = Ledger()
     view = LoadView((), ledger, client_count=count)
-    dispatch = make_dispatch(ledger, view, policy, config.balancer.bound)
+    dispatch = make_dispatch(ledger, view, policy, binding)
     ready = [(rank, each) for rank, each in enumerate(state.engines) if each.state == READY]
     for rank, each in ready:
         dispatch.add(_id(each.engine), rank, _room(each, groups))

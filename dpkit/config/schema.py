@@ -214,7 +214,8 @@ class BalancerConfig:
     binding: Binding | None = field(
         default=None,
         metadata=why(
-            "Left out: late if the policy can hold requests, as expected_ttft can; else early."
+            "Left out: late if the policy can hold requests, as expected_ttft can, or one of your "
+            "own that is a dpkit.abc.HoldingPolicy; else early."
         ),
     )
     eject_after: int = field(
@@ -248,10 +249,11 @@ class BalancerConfig:
     )
 
     @property
-    def bound(self) -> Binding:
-        """When requests get their engines."""
-        late = self.policy in HOLDING_POLICIES
-        return self.binding or (Binding.LATE if late else Binding.EARLY)
+    def bound(self) -> Binding | None:
+        """When requests get their engines; None: the policy is one's own, and its class decides."""
+        if self.binding is not None or ":" in self.policy:
+            return self.binding
+        return Binding.LATE if self.policy in HOLDING_POLICIES else Binding.EARLY
 
     def binds_like(self, other: Self) -> bool:
         """Whether the same policy decides, and when the other's does."""

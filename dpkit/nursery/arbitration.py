@@ -81,6 +81,8 @@ class Arbitration:
         each, everybody = dispatches or ([None] * len(self._clients), None)
         if dispatches is not None:
             self._end()
+        elif self.arbiter is not None:
+            self.arbiter.line.look_again()  # whoever was full may not be any more
         for flights, dispatch in zip(self._clients, each, strict=True):
             flights.use(limits, dispatch)
         if self._is_open:
@@ -95,6 +97,7 @@ class Arbitration:
             return
         arbiter = self.arbiter = Arbiter(dispatch, self.on_failed)
         known = self._clients[0].books[1]  # all of them have the same engines
+        arbiter.line.view.steps_together = known.steps_together
         for load in known.loads:
             dispatch.add(load.engine, load.rank, load.room)
         for name in known.names:
@@ -139,9 +142,8 @@ class Arbitration:
     def offer(self, engine: EngineId, rank: int) -> None:
         """Let an engine be picked; `fill` when all know."""
         if self.arbiter is not None:
-            room = next(
-                load.room for load in self._clients[0].books[1].loads if load.engine == engine
-            )
+            known = self._clients[0].books[1]  # of which this one was told just now
+            room = next(load.room for load in known.loads if load.engine == engine)
             self.arbiter.dispatch.add(engine, rank, room)
             self.arbiter.line.recall(engine.name)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dpkit.abc import Model
-from dpkit.balancer.late import LateDispatch, make_dispatch
+from dpkit.balancer.late import LateDispatch, make_dispatch, usual_binding
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
@@ -310,9 +310,15 @@ class Builder:
         """Make the policy of one client, or of all of them."""
         return load_policy(self._config.balancer.policy, rng=self.rng(f"{index}/policy"))
 
+    @property
+    def _bound(self) -> Binding:
+        """When requests get their engines, as far as the policy is asked."""
+        balancer = self._config.balancer
+        return balancer.bound or usual_binding(balancer.policy)
+
     def binding(self, count: int) -> Binding:
         """How each of `count` clients binds by itself: late only if it knows all that is sent."""
-        return self._config.balancer.bound if count == 1 else Binding.EARLY
+        return self._bound if count == 1 else Binding.EARLY
 
     def everybody(self, count: int) -> LateDispatch | None:
         """Make the books of `count` clients together; None: they need no arbiter.
@@ -320,7 +326,7 @@ class Builder:
         Raises:
             ConfigError: the policy cannot bind late. What making it raises.
         """
-        if self._config.balancer.bound is self.binding(count):
+        if self._bound is self.binding(count):
             return None
         ledger = Ledger()
         dispatch = make_dispatch(ledger, LoadView((), ledger), self.policy("all"), Binding.LATE)

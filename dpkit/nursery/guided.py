@@ -7,6 +7,7 @@ dispatch that binds early, and nobody has lost his place. Ends nobody: `Flights`
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from dpkit.balancer.dispatch import ANYWHERE
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from dpkit.balancer.dispatch import EarlyDispatch
     from dpkit.nursery.arbiter import Grant, Seat
     from dpkit.nursery.flight import Limits
+
+_log = logging.getLogger(__name__)
 
 
 class GuidedLine(Line[Flight]):
@@ -71,6 +74,15 @@ class GuidedLine(Line[Flight]):
             super().fill()
         else:
             self.seat.fill()
+
+    def next(self) -> tuple[Flight, int] | None:
+        """As of `Line`; if the policy fails at it, whoever is first goes where that picks."""
+        try:
+            return super().next()
+        except Exception:  # noqa: BLE001 - whatever a policy raises
+            _log.exception("nobody can be held: the policy failed; whoever is first is picked for")
+            self.look_again()
+            return self._next_early()
 
     def admit(self, waiter: Flight) -> int | None:
         """Where a flight that has just come goes at once; None: it is to be `put`."""

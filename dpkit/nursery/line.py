@@ -8,6 +8,7 @@ is nothing to it; it ends nobody.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import trio
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from dpkit.messages import EngineId, GenerateRequest
     from dpkit.names import Binding
     from dpkit.nursery.flight import Limits
+
+_log = logging.getLogger(__name__)
 
 SCAN = 32
 """As many are offered in a pass: those behind wait for the next one. With 8, 16 or 128 the 99th
@@ -58,6 +61,8 @@ W = TypeVar("W", bound=Waiter)
 
 class Line(Generic[W]):
     """Those that wait, those for engines that are away apart from the others.
+
+    A request that the policy fails at holding goes at once, by a pick.
 
     Args:
         dispatch: Says where there is room.
@@ -99,7 +104,7 @@ class Line(Generic[W]):
 
     def use(self, dispatch: EarlyDispatch, limits: Limits) -> None:
         """Go on with another dispatch, and other limits; nobody loses his place."""
-        self._queue.max_queued = limits.max_queued
+        self._queue.max_queued, self._queue.patience = limits.max_queued, limits.queue_timeout
         self._late = dispatch if isinstance(dispatch, LateDispatch) else None
         self._dispatch = dispatch
         self.look_again()
@@ -144,11 +149,12 @@ class Line(Generic[W]):
         Raises:
             Overloaded: too many wait; never for one that was in front before.
         """
-        age = 0.0 if self._late is None else self._late.age(self._prospect(waiter, self._late))
-        entry = waiter.entry(age)
-        if front:
+        if front:  # it must find its place again, whatever a policy would say of it
+            entry = waiter.entry()
             waiter.ticket = self._queue.put_front(entry)
         else:
+            late = self._late
+            entry = waiter.entry(0.0 if late is None else late.age(self._prospect(waiter, late)))
             beside = len(self) - len(self._queue)
             waiter.ticket = self._queue.put(entry, waiter.admitted_at, beside=beside)
         self._waiting[entry.request_id] = waiter
@@ -262,11 +268,13 @@ class Line(Generic[W]):
         index = None if pin is None else late.index_of(pin)
         if pin is not None and index is None:
             return ANYWHERE  # there is no such engine, which `place` says
-        prospect = self._prospect(waiter, late)
         try:
-            return to.offer(prospect, index)
-        except Exception as error:  # noqa: BLE001 - whatever a policy raises
-            late.blame("offer", error)
+            return to.offer(self._prospect(waiter, late), index)
+        except Exception:  # noqa: BLE001 - whatever a policy raises
+            name = waiter.request.request_id
+            _log.exception("request %s cannot be held: its policy failed; it is picked for", name)
+            self.look_again()
+            return ANYWHERE  # if it fails at that as well, the reader is told
 
     @staticmethod
     def _prospect(waiter: W, late: LateDispatch) -> object:

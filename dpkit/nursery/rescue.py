@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from dpkit.balancer.dispatch import most_tokens
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -112,7 +114,7 @@ class Rescue:
         request = flight.request
         if request.engine is not None or (flight.delivered and not (moves or request.resume)):
             return False
-        needs = len(request.prompt_token_ids) + request.sampling.max_tokens - 1
+        needs = most_tokens(request)
         return all(needs <= room.kv_tokens for room in self._rooms.values())
 
     @trio.lowlevel.enable_ki_protection

@@ -6,6 +6,7 @@ coordinator's are deaths of its task; the cluster under test deals with them as 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from dpkit.config.groups import EngineGroupConfig, SupervisionConfig
     from dpkit.config.schema import Config
+    from dpkit.engine.limits import EngineLimits
     from dpkit.nursery.cluster import Cluster
 
 FORMS = (
@@ -100,19 +102,19 @@ def parse_faults(texts: Iterable[str], *, span_s: float, engines: int) -> FaultP
             troubles += _troubles(text, match, span_s, engines)
         else:
             raise ConfigError([f"--fault {text!r}: no such fault; it may be {FORMS}"])
-    _check_outages(troubles)
+    _check_deaths(troubles)
     return FaultPlan(troubles=tuple(troubles), outages=tuple(outages), abort_share=abort_share)
 
 
-def _check_outages(troubles: Iterable[Trouble]) -> None:
+def _check_deaths(troubles: Iterable[Trouble]) -> None:
     """An engine's wait before it is restarted is one setting: it is dead as long each time."""
-    outages: dict[int, float] = {}
+    deaths: dict[int, float] = {}
     for trouble in troubles:
         if trouble.factor is None:
             lasts = trouble.end_s - trouble.start_s
-            if not math.isclose(outages.setdefault(trouble.rank, lasts), lasts):
+            if not math.isclose(deaths.setdefault(trouble.rank, lasts), lasts):
                 problem = (
-                    f"--fault: engine {trouble.rank} is killed for {outages[trouble.rank]:g} s and "
+                    f"--fault: engine {trouble.rank} is killed for {deaths[trouble.rank]:g} s and "
                     f"for {lasts:g} s; let it be dead as long each time"
                 )
                 raise ConfigError([problem])
@@ -163,33 +165,63 @@ def prepared(config: Config, plan: FaultPlan) -> Iterator[tuple[Config, dict[int
     if not troubled:
         yield config, {}
         return
-    plain = load_model(config.engines[0].model)
-    models = {rank: FaultyModel(plain) for rank in sorted(troubled)}
-    by_size = _Rest(plain)
+    first = config.engines[0].model
+    alike = [group for group in config.engines if group.model == first]
+    by_size = _BySize(load_model(first), {costs_of(group)[1].num_blocks for group in alike})
+    models: dict[int, FaultyModel] = {}
+    groups: list[EngineGroupConfig] = []
+    rank = 0
     with named(ModelOfEach(by_size)) as name:
-        groups: list[EngineGroupConfig] = []
-        rank = 0
         for group in config.engines:
-            blocks = costs_of(group)[1].num_blocks
+            limits, plain = costs_of(group)[1], load_model(group.model)
             for start, end in _pieces(rank, rank + group.count, troubled):
                 piece = evolve(group, name=f"{group.name}-{start}", count=end - start, model=name)
+                blocks = limits.num_blocks
                 if start in troubled:
-                    kv = evolve(group.kv, num_blocks=blocks + 1 + start, memory=None)
-                    by_size[blocks + 1 + start] = models[start]
-                    piece = evolve(piece, kv=kv, supervision=_supervision(group, start, plan))
+                    models[start] = FaultyModel(plain)
+                    piece = evolve(piece, supervision=_supervision(group, start, plan))
+                    blocks += 1 + start
+                if start in troubled or group.model != first:
+                    blocks = by_size.add(models.get(start, plain), blocks)
+                    piece = _within(piece, evolve(limits, num_blocks=blocks))
                 groups.append(piece)
             rank += group.count
         yield evolve(config, engines=tuple(groups)), models
 
 
-class _Rest(dict[int, Model]):
-    """Models by the size of the cache; of all other sizes one and the same."""
+class _BySize(dict[int, Model]):
+    """Models by the size of the cache; of all other sizes one and the same.
 
-    def __init__(self, rest: Model) -> None:
+    Args:
+        rest: That one.
+        sizes: Of caches that it has.
+    """
+
+    def __init__(self, rest: Model, sizes: Collection[int]) -> None:
         super().__init__({0: rest})
+        self._sizes = sizes
 
     def __missing__(self, size: int) -> Model:
         return self[0]
+
+    def add(self, model: Model, least: int) -> int:
+        """Give a model a size that no other has, and return it."""
+        for size in itertools.count(least):
+            if size not in self._sizes and self.setdefault(size, model) is model:
+                break
+        return size
+
+
+def _within(group: EngineGroupConfig, limits: EngineLimits) -> EngineGroupConfig:
+    """With limits that are no model's, since all models go by the name of the first one's."""
+    tokens = limits.max_num_batched_tokens
+    return evolve(
+        group,
+        kv=evolve(group.kv, num_blocks=limits.num_blocks, memory=None),
+        scheduler=evolve(
+            group.scheduler, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=tokens
+        ),
+    )
 
 
 def _pieces(start: int, end: int, troubled: Collection[int]) -> Iterator[tuple[int, int]]:

@@ -75,5 +75,9 @@ def step_together(cluster: Cluster) -> None:
     """Let all engines of a cluster, which are idle, step together from now on."""
     lives = [slot.life for slot in cluster._slots]  # noqa: SLF001 - lives are nobody else's affair
     StepGroup([life for life in lives if isinstance(life, BusyLoop)])
-    for flights in cluster._flights:  # noqa: SLF001 - likewise; clients know it of processes only
-        flights.line.view.steps_together = True
+    arbiter = cluster._arbitration.arbiter  # noqa: SLF001 - likewise
+    views = [flights.line.view for flights in cluster._flights]  # noqa: SLF001 - likewise
+    if arbiter is not None:
+        views.append(arbiter.line.view)
+    for view in views:  # who picks knows it of processes only
+        view.steps_together = True

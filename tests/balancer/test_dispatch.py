@@ -14,7 +14,7 @@ from dpkit.balancer.dispatch import HELD, PINNED, expected_tokens
 from dpkit.balancer.late import LateDispatch
 from dpkit.balancer.policies import load_policy
 from dpkit.errors import DpkitError, NoEngineReady, PolicyFailed, RequestRejected
-from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot, StepReport
+from dpkit.messages import EngineId, GenerateRequest, Room, SamplingParams, Snapshot, StepReport
 from dpkit.names import PolicyName
 
 if TYPE_CHECKING:
@@ -412,3 +412,34 @@ def test_who_makes_nothing_of_reports_has_nothing_to_renew(make_client: MakeClie
     client.use(policy)
     client.dispatch.on_report(EngineId("e0"), report)
     assert policy.words == [(0, report)]
+
+
+@pytest.mark.parametrize("name", list(PolicyName))
+def test_no_engine_is_taken_that_could_never_hold_the_request(
+    make_client: MakeClient, name: PolicyName
+) -> None:
+    client = make_client(0, load_policy(name, rng=random.Random(0)))
+    rooms = [None, *(Room(8192, 256, size, has_prefix_cache=False) for size in (64, 640, 64))]
+    for rank, room in enumerate(rooms):
+        client.dispatch.add(EngineId(f"e{rank}"), rank, room)
+
+    def places(prompt: int, tokens: int = 5) -> set[int]:
+        sampling = SamplingParams(max_tokens=tokens)
+        found = set()
+        for number in range(40):
+            asked = GenerateRequest(
+                request_id=f"{prompt}-{number}", prompt_token_ids=(7,) * prompt, sampling=sampling
+            )
+            placed = client.dispatch.place(asked)
+            found.add(placed.index)
+            client.release([placed])
+        return found
+
+    assert places(61) <= {0, 2}
+    assert places(636) <= {0, 2}
+    assert places(637) == {0}, "of which it is not known that it could not"
+    client.dispatch.remove(EngineId("e0"))
+    assert places(61) == {1}
+    assert places(700) <= {0, 1, 2}, "whose engine says what is wrong with it"
+    if name in {PolicyName.ROUND_ROBIN, PolicyName.RANDOM}:
+        assert places(60) == {0, 1, 2}

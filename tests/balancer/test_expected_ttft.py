@@ -9,7 +9,7 @@ import pytest
 
 from dpkit.balancer.backlog import BEGUN
 from dpkit.balancer.dispatch import EarlyDispatch
-from dpkit.balancer.late import LateDispatch, make_dispatch
+from dpkit.balancer.late import LateDispatch, make_dispatch, usual_binding
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.policies.expected_ttft import ExpectedTtft
@@ -18,7 +18,7 @@ from dpkit.balancer.stepcosts import ALIKE, PRIOR, seconds
 from dpkit.balancer.view import LoadView
 from dpkit.errors import ConfigError
 from dpkit.messages import EngineId, GenerateRequest, Room, StepReport, StepWork
-from dpkit.names import Binding
+from dpkit.names import HOLDING_POLICIES, Binding, PolicyName
 
 if TYPE_CHECKING:
     from dpkit.balancer.dispatch import Placement
@@ -447,6 +447,11 @@ def test_only_a_policy_that_can_hold_binds_late() -> None:
     )
     late = make_dispatch(ledger, view, load_policy("expected_ttft"), Binding.LATE)
     assert (late.binding, type(late)) == (Binding.LATE, LateDispatch)
+
+
+def test_the_built_in_policies_that_can_hold_are_those_that_the_config_knows() -> None:
+    late = {name for name in PolicyName if usual_binding(name) is Binding.LATE}
+    assert late == HOLDING_POLICIES
 
 
 def test_books_stay_right_whatever_happens() -> None:

@@ -112,11 +112,24 @@ def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explai
     [
         ("inflight", "gets its engine the moment it comes. By policy inflight"),
         ("expected_ttft", "gets its engine when that could begin it with the next step"),
+        ("not.there:Mine", "unless its policy, which is not loaded for this, can hold it. By"),
     ],
 )
 def test_words_tell_when_requests_are_bound(explain: Explain, policy: str, bound: str) -> None:
     out = " ".join(explain(EXAMPLE, "--set", f"balancer.policy={policy}").split())
     assert bound in out
+    how = "at once" if policy == "inflight" else "as said"
+    assert f"requests go to engines {how}, while an engine is ready" in out
+
+
+@pytest.mark.parametrize("binding", ["early", "late"])
+def test_of_your_own_policy_words_tell_the_binding_that_is_asked_for(
+    explain: Explain, binding: str
+) -> None:
+    asked = ("--set", "balancer.policy=not.there:Mine", "--set", f"balancer.binding={binding}")
+    out = " ".join(explain(EXAMPLE, *asked).split())
+    assert "not loaded for this" not in out
+    assert f"requests go to engines {'at once' if binding == 'early' else 'as said'}" in out
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from trio.testing import wait_all_tasks_blocked
 
 import dpkit
+from dpkit.balancer.policies.expected_ttft import ExpectedTtft
 from dpkit.cli.main import main
 from dpkit.serve.status import plain
 
@@ -107,6 +108,15 @@ def test_several_clients_hold_as_one_does(run: Run) -> None:
     assert [each["inflight"] for each in picked["candidates"]] == [9, 9], "of all clients"
     early = json.loads(run(told, "--pick", ASKED, "--json", "--set", "balancer.binding=early"))
     assert [each["inflight"] for each in early["candidates"]] == [9, 0], "of the first client"
+
+
+class Mine(ExpectedTtft):
+    """A policy of one's own that can hold requests, and so does."""
+
+
+def test_a_policy_of_your_own_is_loaded_to_see_whether_it_holds(run: Run) -> None:
+    asked = json.loads(run(busy(9, 9), "--pick", ASKED, "--json", policy=f"{__name__}:Mine"))
+    assert asked["is_held"]
 
 
 @pytest.mark.parametrize("policy", ["kv_pressure", "round_robin", "random"])

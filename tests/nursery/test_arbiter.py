@@ -208,6 +208,22 @@ async def test_of_a_full_client_however_many_wait_others_are_looked_at(
         assert last.engine is not None
 
 
+@pytest.mark.parametrize("clients", [1, 2])
+async def test_a_client_that_may_send_more_from_now_on_does_so_at_once(
+    autojump_clock: object, clients: int
+) -> None:
+    settings = LATE + "admission.max_inflight = 1\n"
+    async with lab(2, settings=settings).open(clients=clients) as cluster:
+        ask(cluster, 0, 4)
+        second = ask(cluster, 0, 4)
+        assert queued(cluster)[0] == 1
+        wider = evolve(cluster.config.admission, max_inflight=2)
+        await cluster.apply(evolve(cluster.config, admission=wider))
+        assert second.engine is not None
+        await trio.sleep(100)
+        check_idle(cluster)
+
+
 async def test_each_client_refuses_whom_it_has_no_room_for(autojump_clock: object) -> None:
     settings = LATE + "admission.max_queued = 1\n"
     async with lab(settings=settings).open(clients=2) as cluster:
@@ -340,7 +356,7 @@ class Moody(ExpectedTtft):
 
 
 async def test_what_a_policy_raises_is_its_requests_own(autojump_clock: object) -> None:
-    settings = f'balancer = {{ policy = "{__name__}:Moody", binding = "late" }}\n'
+    settings = f'balancer = {{ policy = "{__name__}:Moody" }}\n'
     async with lab(settings=settings).open(clients=2) as cluster:
         await fill_up(cluster)
         bad, good = ask(cluster, 0, 13), ask(cluster, 1, 4)

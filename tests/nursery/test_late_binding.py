@@ -13,10 +13,19 @@ from dpkit.balancer.health import Health
 from dpkit.balancer.late import make_dispatch
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
+from dpkit.balancer.policies.expected_ttft import ExpectedTtft
+from dpkit.balancer.policies.round_robin import RoundRobin
 from dpkit.balancer.view import LoadView
 from dpkit.config.load import parse_config
 from dpkit.config.schema import BalancerConfig
-from dpkit.errors import ConfigError, DeadlineExceeded, Draining, EngineLost, Overloaded
+from dpkit.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    EngineLost,
+    Overloaded,
+    RequestRejected,
+)
 from dpkit.messages import EngineId, EngineOutput, Room
 from dpkit.names import Binding, Cause
 from dpkit.nursery.client import Client
@@ -33,6 +42,7 @@ from tests.nursery.lab import STEP_S, Lab, Timed, loop_of, settle
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dpkit.abc import Policy
     from dpkit.messages import GenerateRequest
     from dpkit.nursery.submission import Submission
 
@@ -349,6 +359,30 @@ def test_policies_that_cannot_hold_are_refused_by_the_config() -> None:
     )
 
 
+class Mine(ExpectedTtft):
+    """A policy of one's own that can hold requests."""
+
+
+class Coarse(RoundRobin):
+    """One that cannot."""
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize(("policy", "binding"), [(Mine, Binding.LATE), (Coarse, Binding.EARLY)])
+async def test_a_policy_of_your_own_that_can_hold_does_so_unless_told(
+    autojump_clock: object, policy: type[Policy], binding: Binding, clients: int
+) -> None:
+    name = f"{__name__}:{policy.__name__}"
+    config = parse_config(f'engines = [{{ model = "echo" }}]\nbalancer = {{ policy = "{name}" }}')
+    early = evolve(config, balancer=evolve(config.balancer, binding=Binding.EARLY))
+    async with open_cluster(config, clients=clients) as cluster:
+        assert {each.statistics().binding for each in cluster.clients} == {binding}
+        await cluster.apply(early)
+        assert {each.statistics().binding for each in cluster.clients} == {Binding.EARLY}
+        await cluster.apply(config)
+        assert {each.statistics().binding for each in cluster.clients} == {binding}
+
+
 async def test_a_policy_of_your_own_that_cannot_hold_is_refused_at_the_start(
     autojump_clock,
 ) -> None:
@@ -359,3 +393,34 @@ async def test_a_policy_of_your_own_that_cannot_hold_is_refused_at_the_start(
     with pytest.raises(ConfigError, match="cannot bind late, as it is no"):
         async with open_cluster(config):
             pytest.fail("it opened")
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("policy", ["expected_ttft", "kv_pressure"])
+async def test_where_engines_differ_in_size_no_request_is_refused_that_one_of_them_can_hold(
+    autojump_clock: object, policy: str, clients: int
+) -> None:
+    group = '[[engines]]\nname = "{}"\nmodel = "echo"\nkv.num_blocks = {}\nkv.block_size = 4\n'
+    text = f'balancer = {{ policy = "{policy}" }}\n' + group.format("small", 8)
+    async with open_cluster(parse_config(text + group.format("large", 40)), clients=clients) as it:
+        for client in it.clients:
+            for number in range(3):
+                answer = await client.complete([number] * 30, max_tokens=8)
+                assert answer.engine.name == "large-0"
+        with pytest.raises(RequestRejected, match="more than the KV cache's"):
+            await it.client.complete([1] * 160, max_tokens=8)
+        assert not it.audit()
+
+
+async def test_after_a_reload_nobody_is_told_to_wait_longer_than_the_new_time_out(
+    autojump_clock: object,
+) -> None:
+    async with lab(1, settings=LATE + "admission.max_queued = 1\n").open() as cluster:
+        await fill_up(cluster, 1)
+        ask(cluster, 8)
+        shorter = evolve(cluster.config.admission, queue_timeout=7.0)
+        for longest in (60.0, 7.0):
+            with pytest.raises(Overloaded) as caught:
+                ask(cluster, 8)
+            assert caught.value.retry_after == longest
+            await cluster.apply(evolve(cluster.config, admission=shorter))

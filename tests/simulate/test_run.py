@@ -10,9 +10,10 @@ from attrs import evolve
 
 from dpkit.config.load import parse_config
 from dpkit.costmodel import PRESETS
+from dpkit.engine.models import load_model
 from dpkit.errors import ConfigError
 from dpkit.simulate.capacity import capacity_rps
-from dpkit.simulate.faults import FaultPlan, parse_faults
+from dpkit.simulate.faults import FaultPlan, parse_faults, prepared
 from dpkit.simulate.measures import Objectives, percentile, prefill_alone
 from dpkit.simulate.run import run
 from dpkit.simulate.settings import simulated
@@ -145,6 +146,23 @@ def test_a_slow_engine_takes_so_many_times_as_long() -> None:
     plan = parse_faults(["slow:0*3@0s-2s"], span_s=5.0, engines=1)
     slow, usual = run(evolve(scenario, faults=plan)).answers
     assert slow.ttft_s == pytest.approx(3 * usual.ttft_s)
+
+
+def test_trouble_befalls_its_engine_alone_and_leaves_each_group_its_model() -> None:
+    group = '[[engines]]\nname = "{}"\nmodel = "cost:{}"\nkv.num_blocks = {}\n'
+    text = group.format("a", "h100-8b", 900) + group.format("b", "h100-8b", 901)
+    config = simulated(parse_config(text + group.format("c", "h20-4b", 900)))
+    plan = parse_faults(["slow:0*3"], span_s=5.0, engines=3)
+    with prepared(config, plan) as (made, models):
+        assert models.keys() == {0}
+        sizes = [each.kv.num_blocks or 0 for each in made.engines]
+        shared = load_model(made.engines[0].model)
+        own = [shared.allocate(num_blocks=size, block_size=16)[0] for size in sizes]
+    seqs = [each.scheduler.max_num_seqs for each in made.engines]
+    assert seqs == [256, None, 128], "what is left out is the first group's"
+    assert sizes == [902, 901, 903], "each group of models has sizes of its own"
+    assert own[0] is models[0]
+    assert [model.cost for model in own[1:]] == [COST, PRESETS["h20-4b"].cost]
 
 
 def test_readers_that_leave_free_their_engine() -> None:

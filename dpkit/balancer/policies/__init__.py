@@ -50,7 +50,7 @@ def load_policy(name: str, *, rng: random.Random | None = None) -> Policy:
         can be made without further arguments. `__cause__` is the underlying error where there is
         one.
     """
-    policy_class = _import(name) if ":" in name else _builtin(name)
+    policy_class = find_policy(name)
     options = {}
     try:
         if rng is not None and "rng" in inspect.signature(policy_class).parameters:
@@ -58,6 +58,15 @@ def load_policy(name: str, *, rng: random.Random | None = None) -> Policy:
         return policy_class(**options)
     except Exception as error:
         raise ConfigError([f"policy {name!r} cannot be made without arguments: {error}"]) from error
+
+
+def find_policy(name: str) -> type[Policy]:
+    """The class of a policy, by what `load_policy` makes it of.
+
+    Raises:
+        ConfigError: there is none of this name, as for `load_policy`.
+    """
+    return _import(name) if ":" in name else _builtin(name)
 
 
 def policy_name(policy: Policy) -> str:
