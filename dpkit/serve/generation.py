@@ -87,6 +87,7 @@ async def _generate(
         front.forget(name)
         ENGINE.set(_names(answer) or None)
         front.tell(_generated(request, responder, answer, received_at))
+        answer.let_go()
 
 
 async def _submit(front: Front, request: Request, order: Order, answer: Answer) -> None:
