@@ -232,6 +232,17 @@ def _wait_refused(served: Served) -> None:
                 connection.connect()
 
 
+@pytest.mark.parametrize("grace", ["0s", "1ms"])
+def test_with_hardly_any_time_to_finish_it_ends_well_if_nothing_is_under_way(
+    tmp_path, grace
+) -> None:
+    with serving(tmp_path, f"[cluster]\ngrace = '{grace}'\n{ECHO}") as served:
+        served.complete(prompt="hi")
+        code, out, err = served.end(TERM)
+        assert (code, err) == (0, "")
+        assert "all: 1 request" in out
+
+
 def test_clients_are_told_of_the_end_before_a_table_is_made(tmp_path) -> None:
     """Which takes a while: here until the process ends."""
     (tmp_path / "rich").mkdir()
