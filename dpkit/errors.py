@@ -38,6 +38,20 @@ class DpkitError(Exception):
         self.request_id = request_id
 
 
+def untraced(error: Exception) -> Exception:
+    """The same error, but not where it was raised: for who keeps it longer than that matters.
+
+    A traceback holds all that its functions held, who keeps the error among it: then nothing of a
+    request is gone until the garbage collector comes by. Other people's errors stay as they are.
+    """
+    if not isinstance(error, DpkitError):
+        return error
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
 class ConfigError(DpkitError):
     """The config file is wrong (yours). `problems` holds every error of the file, in file order."""
 

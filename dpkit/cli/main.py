@@ -18,6 +18,7 @@ from dpkit.errors import (
     ClusterNotStarted,
     ConfigError,
     DpkitError,
+    LaunchFailed,
     ModelNotFound,
     ModelUnsupported,
 )
@@ -44,6 +45,9 @@ _COMMANDS = {
 _PLACE = re.compile(r"(?!--).+?:\d+(:\d+)?: ")
 
 FAILED, USAGE, NOT_STARTED, INTERRUPTED = 1, 2, 3, 130
+
+_NO_START = (ClusterNotStarted, LaunchFailed, ModelNotFound, ModelUnsupported)
+"""What is raised before there is a cluster; one that runs says in words of its own what failed."""
 
 
 class _LazyGroup(click.Group):
@@ -167,8 +171,7 @@ def _exit_code(error: click.ClickException | DpkitError) -> int:
         return error.exit_code
     if isinstance(error, ConfigError):
         return USAGE
-    not_started = isinstance(error, ClusterNotStarted | ModelNotFound | ModelUnsupported)
-    return NOT_STARTED if not_started else FAILED
+    return NOT_STARTED if isinstance(error, _NO_START) else FAILED
 
 
 def _output_fails() -> str | None:

@@ -19,7 +19,7 @@ from attrs import frozen
 from dpkit.cli.logs import set_up
 from dpkit.cli.words import describe, plural
 from dpkit.config.load import load_config
-from dpkit.names import EngineKind
+from dpkit.names import Cause, EngineKind
 from dpkit.nursery.services import open_services
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from dpkit.nursery.reload import Plan
 
 FAILED = 1
+
+_TO_CLOSE_S = 1.0
+"""What is idle may close in order, and say that all is well, however little `cluster.grace` is."""
 
 _log = logging.getLogger(__name__)
 
@@ -118,8 +121,12 @@ class Running(ABC):
     async def drain(self, cluster: Cluster, deadline: float) -> None:
         """Have the cluster finish what it has; whatever then still hangs goes with the process."""
         await cluster.drain(deadline)
-        if trio.current_time() >= deadline:
-            self.signals.end_within(self.signals.kill_after)
+        if trio.current_time() < deadline:
+            return
+        clients = [client.statistics(requests=False) for client in cluster.clients]
+        cut_short = any(each.causes.get(Cause.DRAIN) for each in clients)
+        kill_after = self.signals.kill_after
+        self.signals.end_within(kill_after if cut_short else max(kill_after, _TO_CLOSE_S))
 
     async def reload(self) -> Plan:
         """Change the cluster to what the file says now.

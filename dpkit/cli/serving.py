@@ -86,26 +86,28 @@ class Serving(Running):
             service = await open_service(front)
         except ListenFailed as error:
             raise ClusterNotStarted(str(error)) from error
-        async with tracing, open_services(grace=0) as outer:
-            # Around the cluster: probes are answered while it starts, and streams are told how they
-            # end when it ends.
-            outer.start_soon(self._serve_http, service, name="http")
-            say(starting(self.config))
-            async with open_cluster(self.config) as self.cluster:
-                metrics.use(self.cluster)
-                front.use(self.cluster)
-                self.signals.serving = True
-                with _short_pauses():
-                    await self._serve(service, self.cluster)
+        try:
+            async with tracing, open_services(grace=0) as outer:
+                # Around the cluster: probes are answered while it starts, and streams are told how
+                # they end when it ends.
+                outer.start_soon(self._serve_http, service, name="http")
+                say(starting(self.config))
+                async with open_cluster(self.config) as self.cluster:
+                    metrics.use(self.cluster)
+                    front.use(self.cluster)
+                    self.signals.serving = True
+                    with _short_pauses():
+                        await self._serve(service, self.cluster)
+        finally:
+            # Not before clients have been told: what makes a table takes a while to be imported.
+            if self.cluster is not None:
+                self._report(self.cluster)
 
     async def _serve(self, service: HttpService, cluster: Cluster) -> None:
         async with open_services(grace=0) as services:
             services.start_soon(self.reload_on_hangup, name="reload")
             self._announce(service)
-            try:
-                await self._until_stopped(service, cluster)
-            finally:
-                self._report(cluster)
+            await self._until_stopped(service, cluster)
 
     def _tracing(self, front: Front) -> AbstractAsyncContextManager[object]:
         server = self.config.server

@@ -27,7 +27,8 @@ def find_problem(request: GenerateRequest, limits: EngineLimits, spec: ModelSpec
     """
     return (
         _type_problem(request, spec)
-        or _size_problem(request, limits)
+        or _history_problem(request)
+        or size_problem(request, limits)
         or _sampling_problem(request.sampling, spec)
     )
 
@@ -59,10 +60,16 @@ def _token_problem(name: str, token_ids: tuple[int, ...], vocab_size: int) -> st
     return None
 
 
-def _size_problem(request: GenerateRequest, limits: EngineLimits) -> str | None:
-    length, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+def _history_problem(request: GenerateRequest) -> str | None:
+    max_tokens = request.sampling.max_tokens
     if (said := len(request.output_token_ids)) >= max_tokens:
         return f"it has {said} output tokens from before, and max_tokens = {max_tokens}"
+    return None
+
+
+def size_problem(request: GenerateRequest, limits: EngineLimits) -> str | None:
+    """By how much `request` is too long for an engine of these limits, if it is."""
+    length, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     asked, longest = length + max_tokens, limits.max_model_len
     sizes = f"{length} prompt tokens and max_tokens = {max_tokens}"
     if longest is not None and asked > longest:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from dpkit.abc import ModelFace, Policy
     from dpkit.config.schema import Config, EngineGroupConfig
+    from dpkit.engine.limits import EngineLimits
     from dpkit.messages import EngineId, EngineStats
     from dpkit.names import Dtype, Quant
     from dpkit.nursery.arbitration import Dispatches
@@ -294,7 +295,16 @@ class Builder:
             retry_budget=admission.retry_budget,
             resume=admission.resume,
             moves=admission.resume or self._config.is_uniform,
+            largest=self._largest(),
         )
+
+    def _largest(self) -> EngineLimits | None:
+        """Of the engines that hold the longest request; engines that join say it themselves."""
+        groups = self._config.engines
+        if any(group.kind is EngineKind.VLLM for group in groups):
+            return None
+        group = max(groups, key=self._longest_of)
+        return limits_of(group, self._models[model_key(group)].spec)
 
     @property
     def longest(self) -> int:

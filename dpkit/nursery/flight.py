@@ -13,6 +13,7 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from dpkit.balancer.admission import Entry
+from dpkit.engine.checks import size_problem
 from dpkit.errors import (
     ClusterClosed,
     DeadlineExceeded,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dpkit.balancer.admission import Ticket
     from dpkit.balancer.dispatch import Placement, Why
     from dpkit.balancer.retries import RetryBudget
+    from dpkit.engine.limits import EngineLimits
     from dpkit.errors import DpkitError, EngineLost
     from dpkit.messages import EngineId, EngineOutput, GenerateRequest
     from dpkit.nursery.events import EventLog
@@ -86,6 +88,8 @@ class Limits:
     resume: bool = False
     moves: bool = True
     """Whether an answer that has begun may go on elsewhere because its engine has given it up."""
+    largest: EngineLimits | None = None
+    """Of the engine that holds the longest request; None: unknown, engines say what they take."""
 
 
 @frozen(kw_only=True)
@@ -204,6 +208,11 @@ class Flight:
             return False
         return not self.delivered or resume or self.request.resume
 
+    def retry(self) -> None:
+        """Take note that it is placed after a loss."""
+        self.retries_left -= 1
+        self.retries += 1
+
     def go_elsewhere(self, times_out_at: float) -> None:
         """Be what another engine gets: what was delivered so far is its output already.
 
@@ -243,6 +252,14 @@ def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
         f"request {request_id}: the cluster is closed; make requests inside its `async with` block",
         request_id=request_id,
     )
+
+
+def too_long(request: GenerateRequest, limits: Limits) -> RequestRejected | None:
+    """What a request hears, in its engine's own words, that fits no engine there can be."""
+    problem = None if limits.largest is None else size_problem(request, limits.largest)
+    if problem is None:
+        return None
+    return RequestRejected(f"cannot serve request: {problem}", request_id=request.request_id)
 
 
 def _log_placement(request_id: str, placement: Placement) -> None:

@@ -19,7 +19,7 @@ from dpkit.errors import ClusterClosed, EngineLost, describe
 from dpkit.names import Binding, Cause, FinishReason
 from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
-from dpkit.nursery.flight import Flight, cause_of, has_budget, lateness, refusal
+from dpkit.nursery.flight import Flight, cause_of, has_budget, lateness, refusal, too_long
 from dpkit.nursery.guided import GuidedLine
 from dpkit.nursery.inbox import duplicate
 from dpkit.nursery.meter import FirstTokens
@@ -53,8 +53,7 @@ class Flights:
         self.retries, self.first_tokens = RetryBudget(), FirstTokens()
         self._dispatch = dispatch
         self._limits = limits
-        self._membership = membership
-        self._events = events
+        self._membership, self._events = membership, events
         self._links: dict[EngineId, EngineLink] = {}
         self._rooms: dict[EngineId, Room] = {}
         self._flights: dict[str, Flight] = {}
@@ -171,12 +170,16 @@ class Flights:
             raise duplicate(request.request_id)
         times_out_at = trio.current_time() + self._limits.queue_timeout
         flight = Flight(receiver, request, self._limits.retries, times_out_at, self.first_tokens)
-        index = self.line.admit(flight)
-        if index is None:
+        error = too_long(request, self._limits)
+        index = self.line.admit(flight) if error is None else None
+        if index is None and error is None:
             self.line.put(flight)
         self._flights[request.request_id] = flight
         self.started += 1
-        self.fill() if index is None else self._send(flight, index)
+        if error is not None:
+            self._fail(flight, FinishReason.ERROR, Cause.REFUSED, error)
+        else:
+            self.fill() if index is None else self._send(flight, index)
         self._set_alarm(flight)
 
     @trio.lowlevel.enable_ki_protection
@@ -326,14 +329,12 @@ class Flights:
 
     def _try_elsewhere(self, flight: Flight, error: Exception) -> bool:
         """Place a request of a lost engine anew, if it may be; that engine is no candidate now."""
-        if not isinstance(error, EngineLost) or self._refusal is ClusterClosed:
-            return False
-        if not flight.may_go_elsewhere(resume=self._limits.resume):
+        may_go = flight.may_go_elsewhere(resume=self._limits.resume)
+        if not may_go or not isinstance(error, EngineLost) or self._refusal is ClusterClosed:
             return False
         if not has_budget(flight, error, self.retries, self._events, self._limits, of=len(self)):
             return False
-        flight.retries_left -= 1
-        flight.retries += 1
+        flight.retry()
         self.resumed += bool(flight.delivered)
         self.retried += not flight.delivered
         kind = EventKind.REQUEST_RESUMED if flight.delivered else EventKind.REQUEST_RETRIED

@@ -50,7 +50,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Let a parked reader go with ClosedResourceError; what comes later is never read."""
-        self._closed = True
+        self._closed, self._pending = True, None
         self._bell.ring()
 
     @types.coroutine
@@ -84,7 +84,10 @@ class Mailbox:
         pending, self._pending = self._pending, None
         if pending is None or self._closed:
             raise trio.ClosedResourceError(f"request {self._request_id} was closed")
-        return read(pending.output() if isinstance(pending, _Merged) else pending)
+        try:
+            return read(pending.output() if isinstance(pending, _Merged) else pending)
+        finally:
+            del pending  # its error, if it has one, is raised: its traceback must not lead to it
 
 
 class _Merged:

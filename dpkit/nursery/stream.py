@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 import trio
 
-from dpkit.errors import InternalError
+from dpkit.errors import InternalError, untraced
 from dpkit.messages import Completion, EngineOutput, Output
 from dpkit.names import FinishReason
 from dpkit.nursery.mailbox import Mailbox
@@ -138,7 +138,12 @@ class OutputStream:
         if self.placement is None and self._failure is None:
             await self._wait_placed()
         if self._failure is not None:
-            raise self._failure
+            failure = self._failure
+            self.close()
+            try:
+                raise failure
+            finally:
+                del failure  # whose traceback must not lead to it
 
     async def _wait_placed(self) -> None:
         self._placed = trio.lowlevel.ParkingLot()
@@ -166,6 +171,9 @@ class OutputStream:
         """
         self._flights.end(self)
         self._mailbox.close()
+        self._failure = None
+        if self._read_failure is not None:
+            self._read_failure = untraced(self._read_failure)
 
     def __aiter__(self) -> Self:
         return self
@@ -207,7 +215,8 @@ class OutputStream:
                 raise
         if reason is not None and received.error is not None:
             self._read_failure = received.error
-            raise received.error
+            del received  # likewise
+            raise self._read_failure
         return Output(
             text=text,
             token_ids=token_ids,

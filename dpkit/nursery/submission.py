@@ -123,7 +123,11 @@ class Submission:
         finally:
             self._is_starting = False
         if self._refusal is not None:
-            raise self._refusal
+            refusal, self._refusal = self._refusal, None
+            try:
+                raise refusal
+            finally:
+                del refusal  # whose traceback must not lead to it
 
     @trio.lowlevel.enable_ki_protection
     def close(self) -> None:

@@ -152,6 +152,11 @@ class Answer(ABC):
             if choice.submission is not None:
                 choice.submission.close()
 
+    def let_go(self) -> None:
+        """Forget what leads back to this: it is told, and may go without the garbage collector."""
+        self.choices.clear()
+        self.error = None
+
 
 class Whole(Answer):
     """An answer in one piece, when all of it is there."""
@@ -181,6 +186,11 @@ class Streamed(Answer):
     def __init__(self, responder: Responder, **parts: Any) -> None:
         super().__init__(responder, **parts)
         self._held: dict[int, Choice] = {}
+
+    def let_go(self) -> None:
+        """As for every answer, and what its client never took."""
+        super().let_go()
+        self._held.clear()
 
     def _advance(self, choice: Choice) -> None:
         if self.responder.status is None or not self.responder.congested:

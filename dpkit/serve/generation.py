@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
+from dpkit.errors import RequestRejected
 from dpkit.logs import ENGINE
 from dpkit.serve.answers import Streamed, Whole
 from dpkit.serve.chunks import Form, Kind
@@ -76,6 +77,8 @@ async def _generate(
         if responder.ending is Ending.SHUTDOWN:
             answer.fail(cut_off(answer.usage.completion))
         raise
+    except RequestRejected as error:  # for its size, perhaps, and an answer knows by which field
+        answer.fail(error)
     except Exception as error:
         answer.error = error
         raise
@@ -84,6 +87,7 @@ async def _generate(
         front.forget(name)
         ENGINE.set(_names(answer) or None)
         front.tell(_generated(request, responder, answer, received_at))
+        answer.let_go()
 
 
 async def _submit(front: Front, request: Request, order: Order, answer: Answer) -> None:

@@ -281,6 +281,15 @@ def test_a_model_that_is_not_there_names_the_command_that_gets_it(
     assert "dpkit fetch smollm2-135m" in captured.err
 
 
+def test_a_model_that_is_not_loaded_in_time_is_no_start(tmp_path, capsys) -> None:
+    path = tmp_path / "dpkit.toml"
+    path.write_text(ECHO + 'kind = "process"\nprocess.start_timeout = "1ms"\n')
+    assert main(["run", str(path), "--prompt", "hi"]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "start_timeout" in captured.err
+
+
 @pytest.mark.parametrize(
     ("model", "message", "code"),
     [

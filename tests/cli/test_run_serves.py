@@ -232,6 +232,32 @@ def _wait_refused(served: Served) -> None:
                 connection.connect()
 
 
+@pytest.mark.parametrize("grace", ["0s", "1ms"])
+def test_with_hardly_any_time_to_finish_it_ends_well_if_nothing_is_under_way(
+    tmp_path, grace
+) -> None:
+    with serving(tmp_path, f"[cluster]\ngrace = '{grace}'\n{ECHO}") as served:
+        served.complete(prompt="hi")
+        code, out, err = served.end(TERM)
+        assert (code, err) == (0, "")
+        assert "all: 1 request" in out
+
+
+def test_clients_are_told_of_the_end_before_a_table_is_made(tmp_path) -> None:
+    """Which takes a while: here until the process ends."""
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich" / "__init__.py").write_text("import time\ntime.sleep(1000)\n")
+    with serving(tmp_path, "[cluster]\ngrace = '1h'\nkill_after = '2s'\n" + PACED) as served:
+        served.complete(prompt="hi")  # or there would be nothing to report
+        with served.post("/v1/completions", **ENDLESS) as response:
+            response.readline()
+            served.process.send_signal(TERM)
+            _wait_refused(served)
+            served.process.send_signal(TERM)
+            assert _last_event(response.read())["error"]["code"] == "shutdown"
+        assert served.process.wait() == 143
+
+
 def test_until_pre_stop_is_over_it_is_not_ready_and_takes_requests(tmp_path) -> None:
     toml = "[cluster]\ngrace = '20s'\npre_stop = '2s'\n" + ECHO
     with serving(tmp_path, toml) as served:

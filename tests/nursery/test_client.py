@@ -266,11 +266,11 @@ async def test_a_finished_stream_ends_again_and_again(
     assert repr(stream) == f"<OutputStream {stream.request_id}: stop, 3 tokens>"
 
 
-async def test_a_failed_stream_fails_again_and_again(
-    autojump_clock: object, make_config: Callable[..., Config]
-) -> None:
-    config = make_config(f"{__name__}:Timed", "kv.num_blocks=2", "kv.block_size=4")
-    async with open_cluster(config) as cluster, cluster.client.generate("hello") as stream:
+async def test_a_failed_stream_fails_again_and_again(autojump_clock: object, timed: Config) -> None:
+    async with (
+        open_cluster(timed) as cluster,
+        cluster.client.generate("hello", stop_token_ids=[300]) as stream,
+    ):
         with pytest.raises(RequestRejected) as first:
             await stream.read_all()
         for ask in (stream.read_all, stream.__anext__):

@@ -378,7 +378,7 @@ async def test_what_is_no_plain_callable_is_no_sink(
 async def test_what_its_engine_refuses_is_told_to_the_sink(autojump_clock: object) -> None:
     got: list[EngineOutput] = []
     async with Lab([Timed()]).open() as cluster:
-        cluster.client.submit("hello", max_tokens=10_000, request_id="r", sink=got.append)
+        cluster.client.submit("hello", stop_token_ids=[300], request_id="r", sink=got.append)
         await settle()
         assert isinstance(_last(got).error, RequestRejected)
         assert _ends(cluster) == [("r", FinishReason.ERROR, Cause.REFUSED)]
@@ -807,8 +807,8 @@ async def test_every_end_is_told_once_and_alike_by_sinks_events_and_statistics(
 
             try:
                 made[name] = cluster.client.submit(f"{number:07}", sink=sink, **options)
-            except Overloaded:
-                entry.ended("Overloaded")
+            except (Overloaded, RequestRejected) as error:
+                entry.ended(type(error).__name__)
         await trio.sleep(20)
         lab.history.check(cluster)
         causes = cluster.client.statistics().causes

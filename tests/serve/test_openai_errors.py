@@ -55,6 +55,7 @@ LONG = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1000}
         ),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "from 1 to"),
         ({"prompt": "a", "max_tokens": 10**6}, "max_tokens", "more than the KV cache's"),
+        ({"prompt": "a" * 70_000}, "prompt", "need room for 70015 tokens, 4479 more than the KV"),
         ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens", "from 0 to max_tokens"),
         ({"prompt": "a", "n": 0}, "n", "from 1 to 128"),
         ({"prompt": ["a"] * 100, "n": 100}, "n", "100 prompts and n = 100 are more than 1024"),
