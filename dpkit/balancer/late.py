@@ -57,6 +57,13 @@ class LateDispatch(EarlyDispatch):
         except Exception as error:  # noqa: BLE001
             self.blame("open_pass", error)
 
+    def offer(self, to: Pass, prospect: Any, index: int | None = None) -> int | None:
+        """Decide on one that waits; see `Pass.offer`."""
+        try:
+            return to.offer(prospect, index)
+        except Exception as error:  # noqa: BLE001
+            self.blame("offer", error)
+
     def index_of(self, name: str) -> int | None:
         """The engine of this name, for `Pass.offer`; None: it may not be picked now."""
         return self._view.index_of(name)

@@ -79,8 +79,8 @@ class GuidedLine(Line[Flight]):
         """As of `Line`; if the policy fails at it, whoever is first goes where that picks."""
         try:
             return super().next()
-        except Exception:  # noqa: BLE001 - whatever a policy raises
-            _log.exception("nobody can be held: the policy failed; whoever is first is picked for")
+        except Exception as error:  # noqa: BLE001 - whatever a policy raises
+            _log.error("nobody can be held, and whoever is first is picked for: %s", error)
             self.look_again()
             return self._next_early()
 

@@ -269,10 +269,10 @@ class Line(Generic[W]):
         if pin is not None and index is None:
             return ANYWHERE  # there is no such engine, which `place` says
         try:
-            return to.offer(self._prospect(waiter, late), index)
-        except Exception:  # noqa: BLE001 - whatever a policy raises
+            return late.offer(to, self._prospect(waiter, late), index)
+        except Exception as error:  # noqa: BLE001 - whatever a policy raises
             name = waiter.request.request_id
-            _log.exception("request %s cannot be held: its policy failed; it is picked for", name)
+            _log.error("request %s cannot be held, and is picked for: %s", name, error)
             self.look_again()
             return ANYWHERE  # if it fails at that as well, the reader is told
 

@@ -269,7 +269,8 @@ def test_a_real_model_knows_paris(smol: Served) -> None:
 
 @pytest.mark.model
 def test_a_real_models_engine_is_free_soon_after_a_client_hangs_up(smol: Served) -> None:
-    assert freed_after(smol, "Once upon a time", 1) < 0.1
+    # A step under way is not cut short, and takes as long as a busy machine makes it.
+    assert freed_after(smol, "Once upon a time", 1) < 0.5
 
 
 # --- the frontend owns the handshake, and starts the engines

@@ -39,6 +39,9 @@ CONFIG = """
 
 PROMPT = list(range(3, 53))
 
+TRIES = 3
+"""Whether an engine still has what it is asked for is up to the machine."""
+
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.1, "seed": 3, "top_p": 0.95, "logprobs": 2, "prompt_logprobs": 0},
@@ -95,14 +98,19 @@ async def test_text_and_all_that_is_told_beside_it(tiny: Path, kind: str) -> Non
         async with open_cluster(config) as cluster:
             for name in ASKED:
                 calm = await ask(cluster.client, name)
-                before = cluster.client.statistics().taken_back
-                moved = await crowd(cluster, name)
-                assert cluster.client.statistics().taken_back > before  # some move more than once
-                assert told_by(moved) == told_by(calm), name
-                assert len(moved.token_ids) == 75
+                assert any([await is_moved(cluster, name, calm) for _ in range(TRIES)])
             assert cluster.client.statistics().resumed == 0, "nothing was lost"
             await until(lambda: is_idle(cluster))
             check_idle(cluster)
+
+
+async def is_moved(cluster: Cluster, name: str, calm: Completion) -> bool:
+    """Ask in a crowd, and compare; False: it had room again before it was had back."""
+    before = cluster.client.statistics().taken_back
+    moved = await crowd(cluster, name)
+    assert told_by(moved) == told_by(calm), name
+    assert len(moved.token_ids) == 75
+    return cluster.client.statistics().taken_back > before
 
 
 def told_by(completion: Completion) -> tuple[object, ...]:

@@ -527,8 +527,8 @@ class Undecided(ExpectedTtft):
         raise ValueError("no idea")
 
 
-class Fickle(ExpectedTtft):
-    """Raises when it is asked whether this one may go."""
+class Fickle(Clueless):
+    """Raises when it is asked whether this one may go, too."""
 
     def open_pass(self, _view: LoadView) -> Pass:
         return Never()
