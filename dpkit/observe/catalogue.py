@@ -236,7 +236,7 @@ DPKIT = (
         "Clients that left before their answer was complete.",
         of=(),
     ),
-    _gauge("dpkit:loop_lag_seconds", "One round of Trio's loop, as this scrape saw it.", of=()),
+    _gauge("dpkit:loop_lag_seconds", "One round of Trio's loop, after the last scrape.", of=()),
 )
 
 FAMILIES = (*VLLM, *ALIASES, *HTTP, *DPKIT)

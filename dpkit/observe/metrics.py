@@ -1,4 +1,4 @@
-"""The route ``/metrics``: a look at everything on Trio's thread, its text made in another one.
+"""The route ``/metrics``: a look at everything in one step, its text in turns with all others.
 
 ::
 
@@ -14,15 +14,21 @@ from typing import TYPE_CHECKING
 import trio
 
 from dpkit.names import EngineState
+from dpkit.nursery.handout import TURN_S
+from dpkit.observe.catalogue import ALIASES, FAMILIES
 from dpkit.observe.numbers import ClusterNumbers, Numbers
-from dpkit.observe.render import process_registry, render
+from dpkit.observe.render import Page, negotiate, process_registry
+from dpkit.observe.rows import rows_of
 from dpkit.observe.silence import Silence
 from dpkit.observe.tallies import HttpTally, RequestTallies
 from dpkit.serve.routes import ADMIN, API, Access, Router
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dpkit.nursery.cluster import Cluster
     from dpkit.nursery.events import Event
+    from dpkit.observe.render import Encode
     from dpkit.serve.face import Request, Responder
     from dpkit.serve.front import Front
 
@@ -31,7 +37,7 @@ class Metrics:
     """All metrics of one cluster and one server; a `dpkit.serve.face.Handler`.
 
     Requests are counted from `use` on, answers from `watch` on, each once and for as long as this
-    lives. A scrape costs the loop one pass over the engines; scrapes that come together share one.
+    lives. A scrape costs the loop one pass over the engines, and then their text, in turns.
 
     Args:
         cluster: As for `use`; None: it is not up yet.
@@ -55,10 +61,8 @@ class Metrics:
         self._requests = RequestTallies()
         self._http: HttpTally | None = None
         self._process = process_registry()
-        self._turn = trio.Lock()
-        self._thread = trio.CapacityLimiter(1)
-        self._looks = self._text_of = 0
-        self._text: dict[str, tuple[str, bytes]] = {}
+        self._pages: dict[Encode, Page] = {}
+        self._loop_lag_s = 0.0
         if cluster is not None:
             self.use(cluster)
 
@@ -83,26 +87,37 @@ class Metrics:
         """Answer a scrape."""
         content_type, text = await self.scrape(request.header("accept") or "")
         responder.respond(200, ((b"content-type", content_type.encode("latin-1")),), text)
+        # For the next one: this one need not wait for it.
+        began = trio.current_time()
+        await trio.lowlevel.checkpoint()
+        self._loop_lag_s = trio.current_time() - began
 
     async def scrape(self, accept: str = "") -> tuple[str, bytes]:
-        """Content type and text of all metrics; `accept` may ask for OpenMetrics."""
-        looks_before = self._looks
-        async with self._turn:
-            # Who came before the last look was taken may have what came of it.
-            if self._text_of <= looks_before or accept not in self._text:
-                numbers = self.numbers(await _lag())
-                self._looks = look = self._looks + 1
-                text = await trio.to_thread.run_sync(
-                    self._render, numbers, accept, limiter=self._thread, abandon_on_cancel=True
-                )
-                self._text_of, self._text = look, {accept: text}
-            return self._text[accept]
+        """Content type and text of all metrics; `accept` may ask for OpenMetrics.
 
-    def numbers(self, loop_lag_s: float = 0.0) -> Numbers:
+        A checkpoint only where it takes long, as with many engines.
+        """
+        content_type, pieces = self._pieces(accept)
+        text, since = [], trio.current_time()
+        for piece in pieces:
+            text.append(piece)
+            if trio.current_time() - since > TURN_S:
+                await trio.lowlevel.checkpoint()
+                since = trio.current_time()
+        return content_type, "".join(text).encode()
+
+    def _pieces(self, accept: str) -> tuple[str, Iterator[str]]:
+        encode, content_type = negotiate(accept)
+        if (page := self._pages.get(encode)) is None:
+            families = [each for each in FAMILIES if self._legacy_aliases or each not in ALIASES]
+            page = self._pages[encode] = Page(families, self._process, encode)
+        return content_type, page.pieces(rows_of(self.numbers()))
+
+    def numbers(self) -> Numbers:
         """All numbers now; never waits."""
         front, cluster = self._front, self._cluster
         return Numbers(
-            loop_lag_s=loop_lag_s,
+            loop_lag_s=self._loop_lag_s,
             server=None if front is None else front.state,
             http=None if self._http is None else self._http.now(),
             cluster=None if cluster is None else self._look(cluster),
@@ -128,17 +143,7 @@ class Metrics:
             self._model_name = told or cluster.config.engines[0].model
         return self._model_name
 
-    def _render(self, numbers: Numbers, accept: str) -> tuple[str, bytes]:
-        return render(numbers, self._process, accept, legacy_aliases=self._legacy_aliases)
-
     def _on_event(self, event: Event) -> None:
         self._requests.on_event(event)
         if event.figures is not None and event.engine is not None and self._silence is not None:
             self._silence.on_served(event.engine, event.at)
-
-
-async def _lag() -> float:
-    """Seconds of one round of Trio's loop."""
-    began = trio.current_time()
-    await trio.lowlevel.checkpoint()
-    return trio.current_time() - began

@@ -1,6 +1,6 @@
 """One look at a cluster and its server: all numbers of one moment, in one pass without a wait.
 
-What it gives is frozen, so that it can be turned into text in another thread.
+What it gives is frozen: the text that is made of it, in turns with others, is of that moment.
 """
 
 from __future__ import annotations

@@ -1,38 +1,47 @@
-"""From rows to what Prometheus reads, by its own library; for a thread, as it may take long.
+"""From rows to what Prometheus reads, by its own library, which writes the same names each time.
 
-Which of the two text formats is the scraper's choice.
+A line differs from that of the scrape before it in its number alone. So the library writes a series
+when it is new, and from then on a number is put behind what it wrote: a seventh of the time, so
+short that no thread is needed, which would wait for the interpreter's lock for longer than it runs.
+Which of the text formats is the scraper's choice. Waits for nothing.
 """
 
 from __future__ import annotations
 
-import time
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from attrs import define, field
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import Metric
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.exposition import choose_encoder, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from dpkit.nursery.meter import Counted
-from dpkit.observe.catalogue import ALIASES, FAMILIES, Kind
-from dpkit.observe.rows import rows_of
+from dpkit.observe.catalogue import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dpkit.observe.catalogue import Family
-    from dpkit.observe.numbers import Numbers
-    from dpkit.observe.rows import Labelled, Rows
+    from dpkit.observe.rows import Rows, Value
 
+Encode: TypeAlias = "Callable[[Collector], bytes]"
+Series: TypeAlias = "tuple[str, tuple[str, ...]]"
+"""Family and labels."""
 
-_STRIDE = 512
-"""Samples between two pauses: some four milliseconds, after which Python lets others in anyway.
-Each pause costs a scrape as much again, if the loop is busy."""
-_PAUSE_S = 0.0005
+_END = "# EOF\n"
+"""Of a text in OpenMetrics."""
+_AS_THEY_ARE: dict[Any, Encode] = {
+    write: partial(write, escaping=openmetrics.ALLOWUTF8)
+    for write in (generate_latest, openmetrics.generate_latest)
+}
+"""Every scraper can read our names. Asked for underscores in place of UTF-8, the library would make
+some of colons too, which were always good: of its samples' names, and not of their families'."""
 
 
 def process_registry() -> CollectorRegistry:
@@ -43,86 +52,105 @@ def process_registry() -> CollectorRegistry:
     return registry
 
 
-def render(
-    numbers: Numbers, process: CollectorRegistry, accept: str, *, legacy_aliases: bool
-) -> tuple[str, bytes]:
-    """The content type and the text of one scrape.
-
-    Args:
-        numbers: Of the moment.
-        process: What is told beside them.
-        accept: What the scraper takes.
-        legacy_aliases: Whether to tell older names too.
-    """
-    encode, content_type = _negotiate(accept)
-    families = FAMILIES if legacy_aliases else [each for each in FAMILIES if each not in ALIASES]
-    return content_type, encode(_Scrape(families, rows_of(numbers), process))
-
-
-def _negotiate(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """What to write, and how it is called."""
+def negotiate(accept: str) -> tuple[Encode, str]:
+    """What writes a text that the scraper takes, one of three, and how that is called."""
     encode, content_type = choose_encoder(accept)
     if isinstance(encode, partial):
-        # Every scraper can read our names as they are. Asked for underscores in place of UTF-8,
-        # the library would make some of colons too, which were always good: of its samples' names,
-        # and not of their families'.
-        encode = partial(encode, escaping=ALLOWUTF8)
+        encode = _AS_THEY_ARE[encode.func]
     return encode, content_type.partition("; escaping=")[0]
 
 
-class _Scrape(Collector):
-    def __init__(self, families: Iterable[Family], rows: Rows, process: CollectorRegistry) -> None:
-        self._families = families
-        self._rows = rows
-        self._process = process
+@define(eq=False)
+class Page:
+    """The text of one format, kept from scrape to scrape but for its numbers.
 
-    def collect(self) -> Iterator[Metric]:
-        for family in self._families:
-            if rows := self._rows.get(family.alias_of or family.name):
-                # Of counters the library adds the suffix itself.
-                is_counter = family.kind is Kind.COUNTER
-                name = family.name.removesuffix("_total") if is_counter else family.name
-                metric = Metric(name, family.text, family.kind.value)
-                metric.samples = _Samples(family, rows)
-                yield metric
-        yield from self._process.collect()
-
-
-class _Samples(list[Sample]):
-    """The samples of a family, each made when it is written, at a walk.
-
-    Who made them all at once would have the garbage collector stop all threads to look at them. And
-    without a pause, Trio's thread waits up to 5 ms (`sys.getswitchinterval`) each time that it
-    comes back from a system call, for as long as the text is made: at 64 engines, a third of a
-    second.
+    Args:
+        families: To be told, in this order.
+        process: What is told beside them.
+        encode: The library's, for the format.
     """
 
-    def __init__(self, family: Family, rows: Sequence[Labelled]) -> None:
-        super().__init__()
-        self._family = family
-        self._rows = rows
+    _families: Iterable[Family]
+    _process: CollectorRegistry
+    _encode: Encode
+    _heads: dict[str, str] = field(factory=dict, init=False)
+    _series: dict[Series, Sequence[str]] = field(factory=dict, init=False)
+    """Of each series, its lines without their numbers. Those that are told no more are dropped."""
 
-    def __iter__(self) -> Iterator[Sample]:
-        for number, sample in enumerate(self._made()):
-            if number % _STRIDE == _STRIDE - 1:
-                time.sleep(_PAUSE_S)
-            yield sample
+    def pieces(self, rows: Rows) -> Iterator[str]:
+        """The text of one scrape, a short piece at a time, each in some microseconds.
 
-    def _made(self) -> Iterator[Sample]:
-        name, names = self._family.name, self._family.labels
-        for values, value in self._rows:
-            labels = dict(zip(names, values, strict=True))
-            if isinstance(value, Counted):
-                yield from _of_histogram(name, labels, value)
-            else:
-                yield Sample(name, labels, value)
+        Args:
+            rows: The numbers of the moment; may not change meanwhile.
+        """
+        told: dict[Series, Sequence[str]] = {}
+        for family in self._families:
+            found = rows.get(family.alias_of or family.name)
+            if not found:
+                continue
+            yield self._head(family)
+            for labels, value in found:
+                series = family.name, labels
+                lines = self._series.get(series) or self._lines(family, labels, value)
+                told[series] = lines
+                yield _filled(lines, value)
+        self._series = told
+        yield self._encode(self._process).decode()
+
+    def _head(self, family: Family) -> str:
+        if family.name not in self._heads:
+            self._heads[family.name] = self._written(_metric(family, ()))
+        return self._heads[family.name]
+
+    def _lines(self, family: Family, labels: Sequence[str], value: Value) -> Sequence[str]:
+        """All but the numbers, which stand at the end of each line."""
+        text = self._written(_metric(family, _samples(family, labels, value)))
+        lines = text.removeprefix(self._head(family)).splitlines()
+        return [line[: line.rindex(" ") + 1] for line in lines]
+
+    def _written(self, metric: Metric) -> str:
+        return self._encode(_Only(metric)).decode().removesuffix(_END)
 
 
-def _of_histogram(name: str, labels: dict[str, str], counted: Counted) -> Iterator[Sample]:
-    bounds = (*map(floatToGoString, counted.bounds), "+Inf")
-    count = 0
-    for bound, more in zip(bounds, counted.counts, strict=True):
-        count += more
-        yield Sample(f"{name}_bucket", {**labels, "le": bound}, count)
-    yield Sample(f"{name}_count", labels, count)
-    yield Sample(f"{name}_sum", labels, counted.total)
+def _said(value: float) -> str:
+    return floatToGoString(value)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _filled(lines: Sequence[str], value: Value) -> str:
+    """Lines with their numbers, which stand in the order of `_samples`."""
+    if not isinstance(value, Counted):
+        return f"{lines[0]}{_said(value)}\n"
+    counts = list(accumulate(value.counts))
+    numbers = (*counts, counts[-1], value.total)
+    filled = [f"{line}{_said(n)}\n" for line, n in zip(lines, numbers, strict=True)]
+    return "".join(filled)
+
+
+def _samples(family: Family, labels: Sequence[str], value: Value) -> Iterator[Sample]:
+    named = dict(zip(family.labels, labels, strict=True))
+    if not isinstance(value, Counted):
+        yield Sample(family.name, named, value)
+        return
+    for bound in (*map(floatToGoString, value.bounds), "+Inf"):
+        yield Sample(f"{family.name}_bucket", {**named, "le": bound}, 0)
+    for what in ("count", "sum"):
+        yield Sample(f"{family.name}_{what}", named, 0)
+
+
+def _metric(family: Family, samples: Iterable[Sample]) -> Metric:
+    # Of counters the library adds the suffix itself.
+    is_counter = family.kind is Kind.COUNTER
+    name = family.name.removesuffix("_total") if is_counter else family.name
+    metric = Metric(name, family.text, family.kind.value)
+    metric.samples = list(samples)
+    return metric
+
+
+@define(eq=False)
+class _Only(Collector):
+    """Collects one metric."""
+
+    metric: Metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self.metric

@@ -118,6 +118,9 @@ class Connection:
                 if self.is_one_too_many:
                     self._refuse(503, "there are too many connections: try again later")
                 self._transport.attach(self._ready)
+                # Most clients send with the connection: a probe need not wait for two more rounds
+                # of the loop, which may be long.
+                self._ready()
                 with self._scope:
                     await self._work()
                 while not self._is_closed():

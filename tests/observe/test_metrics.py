@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import gc
-import threading
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 import trio.testing
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from dpkit.config.load import parse_config
 from dpkit.nursery.cluster import open_cluster
+from dpkit.nursery.meter import Counted
 from dpkit.observe import Metrics
 from dpkit.observe.catalogue import ALIASES, FAMILIES, Kind, samples_of
+from dpkit.observe.render import Page, negotiate
+from dpkit.observe.rows import rows_of
 from dpkit.serve.asgi import AsgiApp
 from dpkit.serve.service import serve_http
 from dpkit.testing.http import ReplyReader, render
 from tests.nursery.lab import settle
-from tests.observe.lab import Scraped, busy_scrape, open_observed, scrape
+from tests.observe.lab import Scraped, busy_scrape, open_observed, scrape, scrape_text
 from tests.serve.desk import CHAT, COMPLETIONS, ECHO, SLOW
 from tests.serve.test_asgi import Visit
 from tests.serve.test_openai_sockets import connect
-from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prometheus_client.core import Metric
 
+    from dpkit.config.schema import Config
+    from dpkit.observe.rows import Rows
     from dpkit.testing.http import Reply
 
 OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
@@ -153,63 +159,100 @@ async def test_probes_hide_nobody(autojump_clock: Any) -> None:
         assert told.get("dpkit:http_answers_total", handler="/health", code="200") == 2
 
 
-class Gate(Collector):
-    """A metric that takes as long as it is told to."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.asked: list[threading.Thread] = []
-
-    def collect(self) -> Iterator[Metric]:
-        self.asked.append(threading.current_thread())
-        assert self.open.wait(30)
-        yield GaugeMetricFamily("gate", "It is open.", 1)
+def many_engines() -> Config:
+    """So many that a scrape takes long."""
+    return parse_config(ECHO.replace("count = 2", "count = 64"))
 
 
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open.set()
-
-
-async def test_a_scrape_that_takes_long_keeps_nobody_waiting_and_is_shared(gate: Gate) -> None:
-    async with open_observed() as (desk, metrics), trio.open_nursery() as nursery:
-        metrics._process.register(gate)
-        gate.open.clear()
-        gate.asked.clear()
-        got: list[Any] = []
+async def test_a_scrape_that_takes_long_lets_others_have_their_turn() -> None:
+    async with open_cluster(many_engines()) as cluster, trio.open_nursery() as nursery:
+        metrics, rounds, scraped = Metrics(cluster), 0, trio.Event()
 
         async def ask() -> None:
-            got.append(await desk.get("/metrics"))
+            await metrics.scrape()
+            scraped.set()
 
-        nursery.start_soon(ask)
-        await until(lambda: gate.asked)
-        for _ in range(20):
+        for _ in range(2):  # the first writes everything anew, the second only the numbers
+            scraped, before = trio.Event(), rounds
             nursery.start_soon(ask)
-        await desk.ask(COMPLETIONS, prompt="a")  # whoever asks for tokens has them meanwhile
-        assert (await desk.get("/health")).status == 200
-        assert not got
-        gate.open.set()
-        await until(lambda: len(got) == 21)
-        assert all(reply.status == 200 for reply in got)
-        assert threading.main_thread() not in gate.asked
-        assert len(gate.asked) == 2, "those who came meanwhile share the next one"
-        assert b'vllm:prompt_tokens_total{engine="0",model_name="echo"} 0.0' in got[0].body
-        assert Scraped.of(got[-1].body).get("vllm:prompt_tokens_total") == 1, "which is new"
+            while not scraped.is_set():
+                await trio.lowlevel.checkpoint()
+                rounds += 1
+            assert rounds - before > 3  # of which two are those in which it begins and ends
 
 
-async def test_a_scraper_that_leaves_keeps_nobody_waiting(gate: Gate) -> None:
+async def test_a_scraper_that_leaves_in_between_spoils_nothing_for_the_next() -> None:
+    async with open_cluster(many_engines()) as cluster:
+        metrics = Metrics(cluster)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await metrics.scrape()
+        assert scope.cancelled_caught
+        assert scrape(metrics).get("dpkit:engine_info") == 64
+
+
+@pytest.mark.parametrize("accept", ["", OPEN_METRICS, PROMETHEUS_3])
+async def test_numbers_are_put_where_the_library_would_write_them(accept: str) -> None:
+    async with open_cluster(parse_config(ECHO)) as cluster:
+        encode, _ = negotiate(accept)
+        nothing = CollectorRegistry()
+        kept = Page(FAMILIES, nothing, encode)
+        assert "".join(kept.pieces(rows_of(Metrics(cluster).numbers())))
+        metrics = Metrics(cluster)
+        for prompt in ("abcdefgh", "ab"):
+            await cluster.client.complete(prompt, max_tokens=3)
+        rows = rows_of(metrics.numbers())
+        written = encode(ByTheLibrary(rows)).decode().removesuffix("# EOF\n")
+        assert "".join(kept.pieces(rows)).removesuffix("# EOF\n") == written
+        assert "} 8.0\n" in written, "the tokens of a prompt"
+
+
+class ByTheLibrary(Collector):
+    """All families, with its own means."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def collect(self) -> Iterator[Metric]:
+        kinds = {
+            Kind.GAUGE: GaugeMetricFamily,
+            Kind.COUNTER: CounterMetricFamily,
+            Kind.HISTOGRAM: HistogramMetricFamily,
+        }
+        for family in FAMILIES:
+            if not (rows := self._rows.get(family.alias_of or family.name)):
+                continue
+            metric: Any = kinds[family.kind](family.name, family.text, labels=family.labels)
+            for labels, value in rows:
+                if isinstance(value, Counted):
+                    counts = map(float, accumulate(value.counts))
+                    bounds = (*map(floatToGoString, value.bounds), "+Inf")
+                    buckets = list(zip(bounds, counts, strict=True))
+                    metric.add_metric(labels, buckets, sum_value=value.total)
+                else:
+                    metric.add_metric(labels, value)
+            yield metric
+
+
+async def test_formats_that_scrapers_think_up_are_not_kept() -> None:
     async with open_cluster(parse_config(ECHO)) as cluster:
         metrics = Metrics(cluster)
-        metrics._process.register(gate)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(metrics.scrape)
-            await until(lambda: len(gate.asked) >= 1)
-            nursery.cancel_scope.cancel()
-        assert not gate.open.is_set(), "it was not waited for"
-        gate.open.set()
-        assert scrape(metrics).get("gate") == 1
+        for number in range(1, 20):
+            for kind in ("application/openmetrics-text", "text/plain", "text/html"):
+                await metrics.scrape(f"{kind};version={number}.0.0;escaping=values")
+        assert len(metrics._pages) == 3
+
+
+async def test_series_that_are_told_no_more_are_forgotten() -> None:
+    async with open_cluster(parse_config(ECHO)) as cluster:
+        metrics = Metrics(cluster)
+        encode, _ = negotiate("")
+        page = Page(FAMILIES, CollectorRegistry(), encode)
+        rows = rows_of(metrics.numbers())
+        assert "dpkit:engine_info" in "".join(page.pieces(rows))
+        less = {name: found for name, found in rows.items() if name != "dpkit:engine_info"}
+        assert "dpkit:engine_info" not in "".join(page.pieces(less))
+        assert not [series for series in page._series if series[0] == "dpkit:engine_info"]
 
 
 async def test_two_scrapes_of_one_moment_are_two(autojump_clock: Any) -> None:
@@ -250,11 +293,10 @@ async def test_a_client_that_leaves_is_counted(autojump_clock: Any) -> None:
         assert told.get("dpkit:cancel_to_freed_seconds_count") == 1
 
 
-async def test_a_scrape_gives_the_garbage_collector_nothing_to_stop_all_threads_for() -> None:
-    """Samples go as they are written: made all at once, they set off hundreds of collections."""
-    async with open_cluster(parse_config(ECHO.replace("count = 2", "count = 64"))) as cluster:
+async def test_a_scrape_gives_the_garbage_collector_little_to_do() -> None:
+    """Samples of a whole page, made all at once, set off hundreds of collections."""
+    async with open_cluster(many_engines()) as cluster:
         metrics = Metrics(cluster)
-        numbers = metrics.numbers()
         generations: list[int] = []
 
         def note(phase: str, info: dict[str, int]) -> None:
@@ -264,7 +306,7 @@ async def test_a_scrape_gives_the_garbage_collector_nothing_to_stop_all_threads_
         gc.collect()
         gc.callbacks.append(note)
         try:
-            _, text = metrics._render(numbers, "")
+            text = scrape_text(metrics)
         finally:
             gc.callbacks.remove(note)
         assert len(text.splitlines()) > 15_000

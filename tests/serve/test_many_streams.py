@@ -24,7 +24,7 @@ from tests.cli.test_run_serves import Served, serving
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-STREAMS, DEAF, TOKENS = 1500, 100, 600
+STREAMS, DEAF, TOKENS = 1500, 100, 1500
 GOAL_S = 0.1
 
 CONFIG = """
