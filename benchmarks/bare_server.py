@@ -6,6 +6,7 @@ Tokens come from nowhere there and here, one checkpoint each. Prints its URL whe
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -31,11 +32,15 @@ _USAGE = '"usage":{{"prompt_tokens":{},"completion_tokens":{},"total_tokens":0}}
 _LAST = 'data: {{"id":"cmpl-1","object":"text_completion","choices":[],{}}}\n\ndata: [DONE]\n\n'
 
 
+def answers_at_once(request: Request, responder: Responder) -> bool:
+    """Answer what is always the same."""
+    if (body := WHOLE.get(request.path)) is not None:
+        responder.respond(200, JSON, body)
+    return body is not None
+
+
 async def handle(request: Request, responder: Responder) -> None:
-    """Answer."""
-    if request.path in WHOLE:
-        responder.respond(200, JSON, WHOLE[request.path])
-        return
+    """Answer the others."""
     asked = json.loads(request.body)
     responder.start(200, STREAM)
     for _ in range(asked["max_tokens"]):
@@ -50,7 +55,7 @@ async def main() -> None:
     """Serve until the process ends."""
     listeners = await open_listeners("127.0.0.1:0")
     async with trio.open_nursery() as nursery:
-        await nursery.start(serve_http, handle, listeners)
+        await nursery.start(partial(serve_http, handle, listeners, quick=answers_at_once))
         print(f"http://{listeners[0].address}", flush=True)
 
 

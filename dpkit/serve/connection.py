@@ -236,9 +236,21 @@ class Connection:
         responder = HttpResponder(message.request, not self._is_last, self, trio.current_time())
         self.phase, self._deadline = Phase.ANSWERING, _NEVER
         self._latest = responder
-        if self._current is None:
+        if self._current is None and not self._is_answered_at_once(responder):
             self._current = responder
             self._bell.ring()
+
+    def _is_answered_at_once(self, responder: HttpResponder) -> bool:
+        if (quick := self._site.quick) is None:
+            return False
+        try:
+            if not quick(responder.request, responder):
+                return False
+        except Exception:  # noqa: BLE001 - of this request alone, as in `handle`
+            _log.exception("%s: the quick answer failed", responder.request.id)
+            responder.end(Ending.FAILED)
+        self._settle(responder)
+        return True
 
     # What a request may come to, besides its answer.
 
@@ -279,14 +291,17 @@ class Connection:
             if responder.ending is None:  # else the client left before its turn had come
                 await handle(self._site.handler, responder)
         finally:
-            size = len(responder.request.body)
-            self._held -= size
-            self._site.room.give_back(size)
-            if not responder.is_finished and self.phase is not Phase.CLOSED:
-                self._conclude(responder)
-            self._site.answered += 1
-            if self._site.has_listeners:
-                self._site.tell(record(responder))
+            self._settle(responder)
+
+    def _settle(self, responder: HttpResponder) -> None:
+        if not responder.is_finished and self.phase is not Phase.CLOSED:
+            self._conclude(responder)
+        size = len(responder.request.body)
+        self._held -= size
+        self._site.room.give_back(size)
+        self._site.answered += 1
+        if self._site.has_listeners:
+            self._site.tell(record(responder))
 
     def _conclude(self, responder: HttpResponder) -> None:
         responder.end(Ending.SHUTDOWN)  # if nothing else: cancelled from outside

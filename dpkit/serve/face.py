@@ -146,3 +146,6 @@ class Responder(ABC):
 
 Handler: TypeAlias = Callable[[Request, Responder], Awaitable[None]]
 """Answers one request. What it raises becomes 500, or cuts off an answer that was started."""
+
+Quick: TypeAlias = Callable[[Request, Responder], bool]
+"""Answers a request in one piece, there and then; False: it is for the handler to answer."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
-    from dpkit.serve.face import Handler
+    from dpkit.serve.face import Handler, Quick
     from dpkit.serve.listeners import Listener
     from dpkit.serve.site import Observer
     from dpkit.serve.transport import Transport
@@ -63,6 +63,7 @@ async def serve_http(
     handler: Handler,
     listeners: Sequence[Listener],
     *,
+    quick: Quick | None = None,
     limits: HttpLimits | None = None,
     name: str = "dpkit",
     observer: Observer | None = None,
@@ -73,6 +74,8 @@ async def serve_http(
     Args:
         handler: Answers every request, each in a task of its connection's.
         listeners: From `open_listeners`.
+        quick: Asked before it; what it answers costs no task a turn, as probes should not. What it
+            raises becomes 500.
         limits: What clients may have; None: the defaults.
         name: What the ``Server`` header says; empty: there is none.
         observer: Told of every answer when it has ended, for logs and metrics. It must not wait.
@@ -87,6 +90,7 @@ async def serve_http(
     """
     site = Site(
         handler=handler,
+        quick=quick,
         limits=limits if limits is not None else HttpLimits(),
         heads=HeadWriter(name.encode("ascii")),
         observer=observer,

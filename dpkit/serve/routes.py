@@ -6,6 +6,7 @@ A `Router` is the handler of a server. What goes wrong in a route is told to its
 from __future__ import annotations
 
 from enum import StrEnum
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import frozen
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from dpkit.serve.face import Request, Responder
     from dpkit.serve.front import Front
 
-    Run: TypeAlias = Callable[[Front, Request, Responder], Awaitable[None]]
+    Run: TypeAlias = Callable[[Front, Request, Responder], Awaitable[None] | None]
 
 
 class Access(StrEnum):
@@ -44,6 +45,7 @@ class Route:
     path: str
     """A path that ends in a slash stands for all that begin with it."""
     run: Run
+    """None: it has answered at once, as probes do."""
     access: Access = Access.API
     body: type | None = None
     """What its body is; None: nothing is read."""
@@ -91,6 +93,11 @@ class Router:
         self.routes = (*routes, Route("GET", "/openapi.json", self._describe, Access.OPEN))
         for route in self.routes:
             self._routes.setdefault(route.path, {})[route.method] = route
+        self._probes = {
+            (route.method, route.path): route.run
+            for route in self.routes
+            if route.access is Access.OPEN and not iscoroutinefunction(route.run)
+        }
         self._prefixes = tuple(path for path in self._routes if path.endswith("/"))
 
     async def __call__(self, request: Request, responder: Responder) -> None:
@@ -99,11 +106,19 @@ class Router:
             route = self._find(request)
             if route.access is not Access.OPEN:
                 self._keys[route.access].check(request)
-            await route.run(self._front, request, responder)
+            if (rest := route.run(self._front, request, responder)) is not None:
+                await rest
         except Exception as error:
             if responder.status is not None:
                 raise
             api_error(error, request.id).answer(responder)
+
+    def answers_at_once(self, request: Request, responder: Responder) -> bool:
+        """Answer a probe; False: it is none, or not a plain one."""
+        run = self._probes.get((request.method, request.path))
+        if run is not None:
+            run(self._front, request, responder)
+        return run is not None
 
     async def _describe(self, front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG002
         """Answer with the OpenAPI document of all these routes."""

@@ -18,7 +18,7 @@ from dpkit.serve.heads import HeadWriter
 from dpkit.serve.limits import HttpLimits, Room
 
 if TYPE_CHECKING:
-    from dpkit.serve.face import Ending, Handler, Request
+    from dpkit.serve.face import Ending, Handler, Quick, Request
 
 _log = logging.getLogger(__name__)
 _access = logging.getLogger("dpkit.serve.access")
@@ -51,6 +51,7 @@ class Site:
     """Made by the server, for all its connections."""
 
     handler: Handler
+    quick: Quick | None = None
     limits: HttpLimits = field(factory=HttpLimits)
     heads: HeadWriter = field(factory=HeadWriter)
     observer: Observer | None = None

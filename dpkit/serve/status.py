@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from dpkit.serve.front import Front
 
 
-async def health(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
+def health(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
     """Answer 200 for as long as the process is well, whatever becomes of its engines."""
     responder.respond(200)
 
 
-async def ready(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
+def ready(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
     """Answer 200 if requests are served here: not while starting, nor while draining."""
     engines = {} if front.is_starting else _engines(front.cluster)
     told: dict[str, Any] = {"status": front.state, "engines": engines}
@@ -38,7 +38,7 @@ async def ready(front: Front, request: Request, responder: Responder) -> None:  
         responder.respond(503, (JSON, (b"retry-after", b"1")), encode(told))
 
 
-async def tell_version(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
+def tell_version(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001
     """Answer with dpkit's version."""
     responder.respond(200, (JSON,), encode({"version": __version__}))
 

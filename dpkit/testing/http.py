@@ -23,14 +23,18 @@ from dpkit.serve.transport import CHUNK
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from dpkit.serve.face import Handler, Headers
+    from dpkit.serve.face import Handler, Headers, Quick
     from dpkit.serve.limits import HttpLimits
     from dpkit.serve.site import Observer
 
 
 @asynccontextmanager
 async def open_server(
-    handler: Handler, *, limits: HttpLimits | None = None, observer: Observer | None = None
+    handler: Handler,
+    *,
+    quick: Quick | None = None,
+    limits: HttpLimits | None = None,
+    observer: Observer | None = None,
 ) -> AsyncIterator[HttpServer]:
     """Serve without listening anywhere; use `Client.of`.
 
@@ -39,7 +43,9 @@ async def open_server(
     """
 
     async def serve(task_status: trio.TaskStatus[HttpServer]) -> None:
-        await serve_http(handler, (), limits=limits, observer=observer, task_status=task_status)
+        await serve_http(
+            handler, (), quick=quick, limits=limits, observer=observer, task_status=task_status
+        )
 
     async with trio.open_nursery() as nursery:
         yield await nursery.start(serve)

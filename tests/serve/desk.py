@@ -134,6 +134,11 @@ async def open_desk(config: Config | str = ECHO, **parts: Any) -> AsyncIterator[
         front.http_observers.append(desk.answered.append)
         desk.router = router = Router(front, API + ADMIN if front.admin_keys else API)
         limits = limits_of(front.settings)
-        async with open_server(router, limits=limits, observer=front.tell_answered) as desk.server:
+        async with open_server(
+            router,
+            quick=router.answers_at_once,
+            limits=limits,
+            observer=front.tell_answered,
+        ) as desk.server:
             yield desk
         check_idle(cluster)

@@ -1,0 +1,102 @@
+"""What is answered there and then: probes, at no turn of a task, whatever else a client does."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from dpkit.serve.face import Ending
+from dpkit.testing.http import Client, open_server, render
+from tests.serve.desk import ECHO, open_desk
+from tests.serve.shop import Shop
+
+if TYPE_CHECKING:
+    from dpkit.serve.face import Request, Responder
+    from dpkit.serve.http import HttpServer
+
+
+@pytest.fixture
+def shop() -> Shop:
+    return Shop()
+
+
+def answer_pings(request: Request, responder: Responder) -> bool:
+    """The quick way, beside a handler."""
+    if request.path == "/ping":
+        responder.respond(200, (), request.body)
+    elif request.path == "/slip":
+        raise KeyError("no such thing")
+    return request.path == "/ping"
+
+
+async def test_what_can_be_answered_at_once_never_comes_to_the_handler(shop: Shop) -> None:
+    async with open_server(shop.handle, quick=answer_pings, observer=shop.answered.append) as made:
+        client = Client.of(made)
+        for path in ("/ping", "/echo", "/ping"):
+            reply = await client.request("POST", path, b"hello")
+            assert (reply.status, reply.body, reply.is_complete) == (200, b"hello", True)
+        assert made.statistics().answered == 3
+        assert made.statistics().idle == 1
+        assert made.statistics().bodies == 0, "their bytes are given back"
+    assert shop.seen == ["/echo"]
+    assert [each.ending for each in shop.answered] == [Ending.FINISHED] * 3
+
+
+async def test_probes_in_one_segment_are_all_answered_in_their_order(shop: Shop) -> None:
+    async with open_server(shop.handle, quick=answer_pings) as made:
+        client = Client.of(made)
+        client.send(b"".join(render("POST", "/ping", b"body-%d" % number) for number in range(3)))
+        said = await client.receive()
+        assert re.findall(rb"body-\d", said) == [b"body-0", b"body-1", b"body-2"]
+        assert said.count(b"HTTP/1.1 200 ") == 3
+
+
+async def test_a_probe_beside_an_answer_under_way_is_not_taken(shop: Shop) -> None:
+    async with open_server(shop.handle, quick=answer_pings) as made:
+        client = Client.of(made)
+        client.send(render("GET", "/wait") + render("GET", "/ping"))
+        shop.gate.set()
+        reply = await client.reply()
+        assert (reply.body, reply.headers["connection"]) == (b"done", "close")
+
+
+async def test_who_closes_after_a_probe_is_let_go(shop: Shop) -> None:
+    async with open_server(shop.handle, quick=answer_pings) as made:
+        client = Client.of(made)
+        reply = await client.request("GET", "/ping", headers=[(b"connection", b"close")])
+        assert reply.headers["connection"] == "close"
+        assert await client.receive() == b""
+        client.close()
+        await gone(made)
+
+
+async def gone(server: HttpServer) -> None:
+    with trio.fail_after(5):
+        while server.statistics().connections:
+            await trio.lowlevel.checkpoint()
+
+
+async def test_a_quick_answer_that_raises_is_a_500_and_no_more(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_server(shop.handle, quick=answer_pings, observer=shop.answered.append) as made:
+        client, other = Client.of(made), Client.of(made)
+        assert (await other.request("GET", "/ping")).status == 200
+        reply = await client.request("POST", "/slip", b"hello")
+        assert (reply.status, reply.headers["connection"]) == (500, "close")
+        assert (await other.request("GET", "/ping")).status == 200
+        assert made.statistics().bodies == 0
+    assert [each.ending for each in shop.answered][1] is Ending.FAILED
+    assert "the quick answer failed" in caplog.text
+
+
+async def test_what_came_with_the_connection_is_answered_in_its_first_turn() -> None:
+    async with open_desk(ECHO) as desk:
+        client = desk.client()
+        client.send(render("GET", "/health"))
+        await trio.lowlevel.checkpoint()  # in which the connection's task begins
+        assert client.transport.outgoing.startswith(b"HTTP/1.1 200 ")
+        assert (await desk.get("/health")).status == 200
