@@ -171,10 +171,10 @@ class Arbitration:
         ahead = sum(each.sent - each.acknowledged for _, each in heard if each is not None)
         news = replace(report, sent=ahead, acknowledged=0)
         arbiter.dispatch.on_report(engine, news, now=trio.current_time())
-        self.fill()
-        for flights, each in heard:
+        for flights, each in heard:  # before more is sent, of which it does not tell
             if each is not None:
                 flights.relieve(engine, each)
+        self.fill()
 
     def deliver(self, engine: EngineId, output: EngineOutput) -> None:
         """Nothing: by this link nobody sends."""

@@ -143,9 +143,9 @@ class Flights:
         """Take an engine's own word: it may have room now. Called by links, on Trio's thread."""
         self._dispatch.on_report(engine, report, now=trio.current_time())
         if self.line.seat is None:  # else the arbiter hears of it too, and acts on it
+            self.relieve(engine, report)  # before more is sent, of which it does not tell
             if self.line:
                 self.fill()
-            self.relieve(engine, report)
 
     def relieve(self, engine: EngineId, report: StepReport) -> None:
         """Have back what waits on an engine, if that has just told that it is short of memory."""

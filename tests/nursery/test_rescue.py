@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
+import trio.lowlevel
 
 import dpkit
+from dpkit.abc import HoldingPolicy
 from dpkit.messages import Room, StepReport, StepWork
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.flight import Limits
@@ -17,7 +20,8 @@ from dpkit.testing.idle import check_idle
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dpkit.messages import Completion
+    from dpkit.abc import LoadView
+    from dpkit.messages import Completion, GenerateRequest
 
 # Two engines with room for 32 blocks of 16 tokens, which is short answers by all that is expected.
 CONFIG = """
@@ -164,6 +168,58 @@ async def test_of_several_clients_each_has_back_what_is_its_own(
 
 
 ROOM = Room(tokens_per_step=100, requests=8, kv_tokens=1000, has_prefix_cache=True)
+
+
+class Eager(HoldingPolicy):
+    """Sends the first two at once, and another one when an engine has told that one waits."""
+
+    def prepare(self, request: GenerateRequest) -> GenerateRequest:
+        return request
+
+    def age(self, prospect: object) -> float:  # noqa: ARG002
+        return 0.0
+
+    def pick(self, request: GenerateRequest, view: LoadView) -> int:  # noqa: ARG002
+        return 0
+
+    def open_pass(self, view: LoadView) -> EagerPass:
+        return EagerPass(view)
+
+
+class EagerPass:
+    """One look of it."""
+
+    is_over = False
+
+    def __init__(self, view: LoadView) -> None:
+        [self.load] = view.loads
+
+    def offer(self, prospect: object, index: int | None = None) -> int | None:  # noqa: ARG002
+        told = self.load.report
+        waits = told is not None and told.waiting > 0
+        return 0 if self.load.inflight < 2 + waits else None
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+async def test_what_was_just_sent_is_not_had_back_for_what_waits(
+    autojump_clock: object, clients: int
+) -> None:
+    toml = f"""
+        [balancer]
+        policy = "{__name__}:Eager"
+        [[engines]]
+        model = "cost:h100-8b"
+        scheduler.max_num_seqs = 1
+    """
+    async with dpkit.open_cluster(dpkit.parse_config(toml), clients=clients) as cluster:
+        async with trio.open_nursery() as nursery:
+            for name in ("runs", "waits", "is sent last"):
+                ask = partial(cluster.client.complete, "ab", max_tokens=5, request_id=name)
+                nursery.start_soon(partial(ask, ignore_eos=True))
+                await trio.lowlevel.checkpoint()
+        told = [each for each in cluster.events if each.kind is EventKind.REQUEST_TAKEN_BACK]
+        assert told[0].request_id == "waits"
+        check_idle(cluster)
 
 
 @pytest.mark.parametrize(
