@@ -54,7 +54,7 @@ class Cohort:
             self.since = steps
         has_waited = self.since is not None and not 0 <= steps - self.since < PATIENCE
         is_calm = sum(each.requests for each in standings) < CALM * len(standings)
-        enough = max(1, ready) * view.client_count >= COMPANY * len(standings)
+        enough = max(1, ready) >= COMPANY * len(standings)
         if is_calm or enough or has_waited:
             self.since = None
             return True

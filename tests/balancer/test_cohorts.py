@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dpkit.balancer.cohorts import PATIENCE
 from dpkit.messages import Room
 from tests.balancer.test_expected_ttft import Late
@@ -15,9 +13,9 @@ LONG, SHORT = 500, 100  # of steps of 1,000 tokens
 class Together(Late):
     """Four ranks with answers under way."""
 
-    def __init__(self, *, clients: int = 1, answers: int = 10) -> None:
+    def __init__(self, *, answers: int = 10) -> None:
         room = Room(tokens_per_step=1000, requests=64, kv_tokens=500_000)
-        super().__init__(RANKS, room=room, clients=clients)
+        super().__init__(RANKS, room=room)
         self.view.steps_together = True
         self.answers = answers
         for index in range(RANKS):
@@ -86,12 +84,6 @@ def test_engines_that_tell_nothing_of_their_steps_are_not_waited_for() -> None:
         for _ in range(10):
             silent.send(1, engine=f"e{index}")
     assert sent(silent.decide(2)) == 1
-
-
-@pytest.mark.parametrize(("clients", "waits"), [(2, True), (3, False)])
-def test_of_several_clients_each_expects_its_part_of_the_company(clients: int, waits: bool) -> None:
-    ranks = Together(clients=clients)
-    assert sent(ranks.decide(LONG)) == (not waits)
 
 
 def test_engines_that_begin_anew_count_their_steps_anew_and_nobody_waits_for_the_old_ones() -> None:

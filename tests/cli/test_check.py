@@ -19,7 +19,7 @@ BAD = Path(__file__).parents[1] / "config" / "bad"
 def test_good_file_is_summed_up_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(EXAMPLE)]) == 0
     out, err = capsys.readouterr()
-    assert out == f"{EXAMPLE}: ok: 2 engines of smollm2-135m, policy kv_pressure\n"
+    assert out == f"{EXAMPLE}: ok: 2 engines of smollm2-135m, policy expected_ttft\n"
     assert not err
 
 
@@ -66,7 +66,7 @@ def test_json_is_one_object_good_or_bad(
         "ok": True,
         "engines": 2,
         "models": ["smollm2-135m"],
-        "policy": "kv_pressure",
+        "policy": "expected_ttft",
         "notes": [],
     }
     assert main(["check", "budget.toml", "--json"]) == 2

@@ -90,7 +90,7 @@ def test_words_tell_engines_memory_budget_balancing_loss_and_end(explain: Explai
         "smol-0 and smol-1 are processes, forked from one that loads the model, and heard over",
         "800,000 tokens in 50,000 blocks of 16: room for 781 requests of typical length (1,024 ",
         "at most 256 running requests and 8,192 tokens",
-        f"By policy kv_pressure, {POLICIES[PolicyName.KV_PRESSURE]}",
+        f"By policy expected_ttft, {POLICIES[PolicyName.EXPECTED_TTFT]}",
         "at most every 100ms",
         "up to 9 requests of a client. 1,024 more may wait, for at most 1m; others are refused",
         "When an engine dies, only its own requests notice. One that has got nothing yet is",

@@ -66,7 +66,7 @@ def test_example_file_spells_out_count_interval_and_policy() -> None:
     tables = tomli.loads((ROOT / "dpkit.toml").read_text())
     assert tables["engines"][0]["count"] == 2
     assert tables["coordinator"]["interval"] == "100ms"
-    assert tables["balancer"]["policy"] == "kv_pressure"
+    assert tables["balancer"]["policy"] == "expected_ttft"
 
 
 def test_example_file_shows_every_key(full_example: str) -> None:
