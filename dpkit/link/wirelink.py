@@ -28,10 +28,16 @@ class ZmqLink:
         connection: To the incarnation at the other end.
         deliver: Where the outputs go: a client's `deliver`.
         on_report: Where the engine's reports go; None: nowhere.
+        hears_all: Whether that means each, where several are read together, and not the last alone.
     """
 
     def __init__(
-        self, connection: WireConnection, deliver: Deliver, on_report: OnReport | None = None
+        self,
+        connection: WireConnection,
+        deliver: Deliver,
+        on_report: OnReport | None = None,
+        *,
+        hears_all: bool = False,
     ) -> None:
         self.engine = connection.engine
         self.deliver = deliver
@@ -40,6 +46,7 @@ class ZmqLink:
         self.acknowledged = 0
         """The first so many of them are reckoned with in what the engine said last."""
         self._on_report = on_report
+        self._hears_all = hears_all
         connection.links.append(self)
         self._connection = connection
         self._wire_ids: dict[str, str] = {}
@@ -67,9 +74,15 @@ class ZmqLink:
 
     # The other half of the connection.
 
-    def report(self, stats: SchedulerStats, *, is_settled: bool) -> None:
-        """Take the engine's word on its work; settled: it knows of all that was sent to it."""
-        if self._on_report is None:
+    def report(self, stats: SchedulerStats, *, is_settled: bool, is_newest: bool) -> None:
+        """Take the engine's word on its work.
+
+        Args:
+            stats: The engine's.
+            is_settled: Whether it knows of all that was sent to it.
+            is_newest: Whether there is no newer word yet.
+        """
+        if self._on_report is None or not (is_newest or self._hears_all):
             return
         acknowledged = self.sent if is_settled else self.acknowledged
         report = report_from_wire(stats, sent=self.sent, acknowledged=acknowledged)

@@ -302,12 +302,12 @@ class WireConnection:
             self._take_end(wire_id)
         if envelope.scheduler_stats is not None:
             self._on_stats(self.stats)
-            self._report()
+            self._report(is_newest=kept is None)
         elif envelope.outputs:
             self._unreckoned = None  # whoever tells does so with every output
 
-    def _report(self) -> None:
-        """Hand on how much work the engine says that it has."""
+    def _report(self, *, is_newest: bool) -> None:
+        """Hand on how much work the engine says that it has; not the newest: it has said more."""
         told, unreckoned = self.stats.dpkit, self._unreckoned
         if told is UNSET or unreckoned is None:
             self._unreckoned = None
@@ -317,7 +317,7 @@ class WireConnection:
             link, number = unreckoned.popleft()
             link.acknowledged = number
         for link in self.links:
-            link.report(self.stats, is_settled=not unreckoned)
+            link.report(self.stats, is_settled=not unreckoned, is_newest=is_newest)
 
     def _take_output(self, output: WireOutput, held: Held) -> None:
         if held.kept:

@@ -305,7 +305,13 @@ class BusyLoop:
         """What the engine may hold and do at once."""
         return self.core.limits
 
-    def link(self, deliver: Deliver, on_report: OnReport | None = None) -> LocalLink:
+    def link(
+        self,
+        deliver: Deliver,
+        on_report: OnReport | None = None,
+        *,
+        hears_all: bool = False,  # noqa: ARG002 - here nobody is late
+    ) -> LocalLink:
         """A link to this life for one client."""
         return LocalLink(self.engine, self.inbox, deliver, self.meter, on_report)
 

@@ -76,11 +76,15 @@ class Life(Protocol):
         What ends it earlier comes out, after every request of it has been told.
         """
 
-    def link(self, deliver: Deliver, on_report: OnReport | None = None) -> EngineLink:
+    def link(
+        self, deliver: Deliver, on_report: OnReport | None = None, *, hears_all: bool = False
+    ) -> EngineLink:
         """A link to it for one client, whose `deliver` gets the outputs.
 
         Its `on_report` hears how much work the engine has, after each drain and each step, with the
-        counts of what came by this link. An engine that does not tell is not heard.
+        counts of what came by this link. An engine that does not tell is not heard. Of several
+        reports that are read together, as this process is late, it hears the last, unless it
+        `hears_all`.
         """
 
     def close(self) -> None:

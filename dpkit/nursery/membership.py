@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     from dpkit.abc import EngineLink
     from dpkit.balancer.coordinator import CoordinatorRules
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from dpkit.messages import EngineId, Room
     from dpkit.nursery.inbox import Deliver, OnReport
 
-    MakeLink = Callable[["Listener"], EngineLink]
+    class MakeLink(Protocol):
+        """Links somebody to a life of an engine."""
+
+        def __call__(self, listener: Listener, *, hears_all: bool = False) -> EngineLink:
+            """Make a link; `hears_all` is as `Life.link` has it."""
 
 
 class Listener(Protocol):
@@ -137,7 +141,7 @@ class Membership:
             self._rules.on_engine_started(now, engine, rank)
         self._health.on_ready(engine, now)
         for listener in self._listeners:
-            make_link(listener)
+            make_link(listener, hears_all=True)
         self._refresh()
 
     def leave(self, engine: EngineId, *, lost: bool) -> None:

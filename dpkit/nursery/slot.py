@@ -282,8 +282,8 @@ class EngineSlot:
     def _join(self) -> None:
         life = self.life
 
-        def make_link(listener: Listener) -> EngineLink:
-            return life.link(listener.deliver, listener.on_report)
+        def make_link(listener: Listener, *, hears_all: bool = False) -> EngineLink:
+            return life.link(listener.deliver, listener.on_report, hears_all=hears_all)
 
         limits = life.limits
         room = Room(

@@ -251,10 +251,12 @@ class WireLife(abc.ABC):
 
     # What is known of it.
 
-    def link(self, deliver: Deliver, on_report: OnReport | None = None) -> ZmqLink:
+    def link(
+        self, deliver: Deliver, on_report: OnReport | None = None, *, hears_all: bool = False
+    ) -> ZmqLink:
         """A link to this life for one client."""
         assert self._connection is not None, "an engine is linked when it is ready"  # noqa: S101
-        return ZmqLink(self._connection, deliver, on_report)
+        return ZmqLink(self._connection, deliver, on_report, hears_all=hears_all)
 
     def statistics(self) -> EngineCoreStatistics:
         """What the engine has done since its birth, by its newest word."""

@@ -8,21 +8,28 @@ import pytest
 
 from dpkit.errors import EngineLost
 from dpkit.link.catchup import TOGETHER, CatchUp
+from dpkit.link.wirelink import ZmqLink
 from dpkit.messages import EngineId, EngineOutput, TokenLogprob
 from dpkit.names import FinishReason
 from dpkit.wire.codec import encode_envelope
 from dpkit.wire.logprobs import arrays_of_output
-from dpkit.wire.structs import Envelope, FinishCode, WireOutput
+from dpkit.wire.structs import EngineReport, Envelope, FinishCode, SchedulerStats, WireOutput
 from tests.link.test_zmq import RANK, Wire, open_wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from dpkit.messages import StepReport
 
-async def late(wire: Wire, *messages: Sequence[WireOutput]) -> Iterator[None]:
-    """Have the engine say several things, and take in what is there when all have come."""
-    for outputs in messages:
-        wire.push.send_nowait(encode_envelope(Envelope(RANK, list(outputs))))
+
+async def late(wire: Wire, *messages: Sequence[WireOutput], steps: int = 0) -> Iterator[None]:
+    """Have the engine say several things, and take in what is there when all have come.
+
+    With `steps` it tells of its work in each, after so many of them and more.
+    """
+    for number, outputs in enumerate(messages, start=steps):
+        told = SchedulerStats(dpkit=EngineReport(steps=number)) if steps else None
+        wire.push.send_nowait(encode_envelope(Envelope(RANK, list(outputs), told)))
     return CatchUp(wire.pull, wire.connection).take(await wire.pull.receive()) or iter(())
 
 
@@ -53,6 +60,26 @@ async def test_who_is_late_takes_in_only_so_much_at_a_time() -> None:
         for _ in await late(wire):
             pass
     assert [len(each.token_ids) for each in wire.got] == [1, TOGETHER - 1, 2]
+
+
+async def test_who_is_late_hears_of_the_last_step_and_who_keeps_a_table_of_each() -> None:
+    async with open_wire() as wire:
+        heard: dict[str, list[int]] = {"asks": [], "listens": []}
+
+        def listen(name: str) -> None:
+            def hear(_: EngineId, report: StepReport) -> None:
+                heard[name].append(report.steps)
+
+            deliver = wire.link.deliver
+            ZmqLink(wire.connection, deliver, hear, hears_all=name == "listens")
+
+        for name in heard:
+            listen(name)
+        wire.ask()
+        wire_id = await wire.heard_id()
+        for _ in await late(wire, *[[WireOutput(wire_id, (n,))] for n in range(3)], steps=7):
+            pass
+    assert heard == {"asks": [9], "listens": [7, 8, 9]}
 
 
 @pytest.mark.parametrize("asks", [{"stop": ("x",)}, {"logprobs": 0}], ids=str)

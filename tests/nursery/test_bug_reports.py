@@ -256,7 +256,11 @@ async def test_C10_an_answer_before_the_send_returns_is_released_once(*, fails: 
     )
     link = EagerLink(engine, fails=fails)
     link.flights = flights
-    membership.join(engine, 0, lambda _: link)
+
+    def make_link(_: object, *, hears_all: bool = False) -> EagerLink:  # noqa: ARG001
+        return link
+
+    membership.join(engine, 0, make_link)
     for _ in range(10):
         assert (await client.complete("hello")).text == "h", "what was answered was answered"
         assert client.statistics().inflight == {}

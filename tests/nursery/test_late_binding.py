@@ -335,7 +335,11 @@ async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news(
         ledger=ledger, flights=flights, tokenizer=ByteTokenizer(), rng=random.Random(1), prefix="c"
     )
     room = Room(tokens_per_step=8, requests=8, kv_tokens=10_000)
-    membership.join(link.engine, 0, lambda _: link, room)
+
+    def make_link(_: object, *, hears_all: bool = False) -> SilentLink:  # noqa: ARG001
+        return link
+
+    membership.join(link.engine, 0, make_link, room)
     asked = [client.submit([n] * 8, sink=lambda _: None, max_tokens=9) for n in range(3)]
     first, second, third = (each.request_id for each in asked)
     assert link.has == [first]
