@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     class MakeLink(Protocol):
         """Links somebody to a life of an engine."""
 
-        def __call__(self, listener: Listener, *, hears_all: bool = False) -> EngineLink:
+        def __call__(self, listener: Listener, /, *, hears_all: bool = False) -> EngineLink:
             """Make a link; `hears_all` is as `Life.link` has it."""
 
 

@@ -257,7 +257,7 @@ async def test_C10_an_answer_before_the_send_returns_is_released_once(*, fails: 
     link = EagerLink(engine, fails=fails)
     link.flights = flights
 
-    def make_link(_: object, *, hears_all: bool = False) -> EagerLink:  # noqa: ARG001
+    def make_link(_: object, *, hears_all: bool = False) -> EagerLink:
         return link
 
     membership.join(engine, 0, make_link)

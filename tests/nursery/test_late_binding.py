@@ -336,7 +336,7 @@ async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news(
     )
     room = Room(tokens_per_step=8, requests=8, kv_tokens=10_000)
 
-    def make_link(_: object, *, hears_all: bool = False) -> SilentLink:  # noqa: ARG001
+    def make_link(_: object, *, hears_all: bool = False) -> SilentLink:
         return link
 
     membership.join(link.engine, 0, make_link, room)
