@@ -92,6 +92,7 @@ class Answer(ABC):
         return Usage(
             prompt=sum(len(each.prompt_token_ids) for each in prompts),
             completion=sum(each.tokens for each in self.choices),
+            cached=_cached(prompts),
         )
 
     def advance(self, choice: Choice) -> None:
@@ -156,6 +157,13 @@ class Answer(ABC):
         """Forget what leads back to this: it is told, and may go without the garbage collector."""
         self.choices.clear()
         self.error = None
+
+
+def _cached(prompts: Sequence[Choice]) -> int | None:
+    """Tokens of all prompts that were found in a cache; None: of one it is not known."""
+    told = [each.cached_tokens for each in prompts]
+    known = [count for count in told if count is not None]
+    return sum(known) if known and len(known) == len(told) else None
 
 
 class Whole(Answer):

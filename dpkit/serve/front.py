@@ -72,6 +72,8 @@ class Generated:
     """Answers to each prompt."""
     engines: tuple[EngineId, ...]
     prompt_tokens: int
+    cached_tokens: int | None
+    """Of the prompts, those found in a cache; None: not known."""
     output_tokens: int
     max_tokens: int | None
     choices: int

@@ -168,6 +168,7 @@ def _generated(
         n=order.n,
         engines=_engines(answer),
         prompt_tokens=usage.prompt,
+        cached_tokens=usage.cached,
         output_tokens=usage.completion,
         max_tokens=order.max_tokens,
         choices=len(answer.choices),

@@ -197,8 +197,11 @@ async def test_engines_that_have_told_nothing_of_their_work_yet_are_counted(
 async def test_engines_in_processes_are_measured_from_here() -> None:
     async with open_processes(group(count=2)) as cluster:
         metrics = Metrics(cluster)
+        found = []
         for _ in range(4):
-            assert (await cluster.client.complete("abcd" * 8)).text == "abcd" * 8
+            completion = await cluster.client.complete("abcd" * 8)
+            assert completion.text == "abcd" * 8
+            found.append(completion.cached_tokens or 0)
         async with cluster.client.generate("abcdefgh", ignore_eos=True, max_tokens=60_000) as left:
             await anext(left)
         await until(lambda: cluster.statistics().engines[0].core.running == 0)
@@ -215,5 +218,5 @@ async def test_engines_in_processes_are_measured_from_here() -> None:
         assert now.get("vllm:inter_token_latency_seconds_count") >= 4 * 32
         assert now.get("vllm:inter_token_latency_seconds_count") <= tokens - 5 + late
         assert now.get("vllm:prefix_cache_queries_total") == 4 * 32 + 8
-        assert now.get("vllm:prefix_cache_hits_total") == 2 * 16
+        assert now.get("vllm:prefix_cache_hits_total") == 2 * 16 == sum(found)
         assert 0 < now.get("dpkit:cancel_to_freed_seconds_sum") < 15
