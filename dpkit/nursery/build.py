@@ -330,13 +330,17 @@ class Builder:
         """How each of `count` clients binds by itself: late only if it knows all that is sent."""
         return self._bound if count == 1 else Binding.EARLY
 
+    def needs_arbiter(self, count: int) -> bool:
+        """Whether `count` clients bind late, and can do so only together."""
+        return self._bound is not self.binding(count)
+
     def everybody(self, count: int) -> LateDispatch | None:
         """Make the books of `count` clients together; None: they need no arbiter.
 
         Raises:
             ConfigError: the policy cannot bind late. What making it raises.
         """
-        if self._bound is self.binding(count):
+        if not self.needs_arbiter(count):
             return None
         ledger = Ledger()
         dispatch = make_dispatch(ledger, LoadView((), ledger), self.policy("all"), Binding.LATE)

@@ -110,6 +110,10 @@ class Cluster:
         return self._coordinator.rules
 
     @property
+    def _needs_arbiter(self) -> bool:
+        return self._builder.needs_arbiter(len(self.clients))
+
+    @property
     def _slots(self) -> list[EngineSlot]:
         return self._roster.slots
 
@@ -126,6 +130,7 @@ class Cluster:
             clients=tuple(client.statistics(requests=requests) for client in self.clients),
             coordinator=self._rules.statistics(),
             coordinator_restarts=self._coordinator.restarts,
+            arbiter_up=self._arbitration.is_up if self._needs_arbiter else None,
             fanin=self._fanin.statistics(),
             health=self._membership.statistics(),
             events_lost=self.events.dropped + self._logs.events_lost,
