@@ -87,8 +87,10 @@ async def answers(client: Client, tokens: int, *, at_once: bool) -> list[object]
 
 
 def _comparable(completion: Completion) -> tuple[object, ...]:
-    """But for when, and what was cached by then; logprobs as nearly the same, as who shared a step
-    shows in their last bits."""
+    """Logprobs as nearly the same: their last bits depend on who shared the step.
+
+    What was cached depends on when, so it is left out.
+    """
     told = [
         (
             each.token_id,
