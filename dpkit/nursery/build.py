@@ -311,6 +311,13 @@ class Builder:
         """The most tokens, of prompt and output together, that every engine has room for."""
         return min(self._longest_of(group) for group in self._config.engines)
 
+    @property
+    def longest_prompt(self) -> int | None:
+        """The most tokens that a prompt can have; None: engines that join say what they take."""
+        if self._largest() is None:
+            return None
+        return max(self._longest_of(group) for group in self._config.engines) - 1
+
     def _longest_of(self, group: EngineGroupConfig) -> int:
         limits = limits_of(group, self._models[model_key(group)].spec)
         room = limits.kv_tokens + 1  # the token sampled last is never computed

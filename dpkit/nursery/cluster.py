@@ -152,6 +152,11 @@ class Cluster:
         """The most tokens, of prompt and output together, that every engine has room for."""
         return self._builder.longest
 
+    @property
+    def longest_prompt(self) -> int | None:
+        """The most tokens of a prompt that any engine has room for; None: not all are known."""
+        return self._builder.longest_prompt
+
     def audit(self) -> tuple[str, ...]:
         """Every contradiction between clients, engines and coordinator, in words; empty: none.
 

@@ -131,12 +131,12 @@ class Answer(ABC):
             return cut_off(tokens, code="draining", retry_after=error.retry_after)
         if isinstance(error, ClusterClosed):
             return cut_off(tokens)
-        param = self._too_long() if isinstance(error, RequestRejected) else None
+        param = self._wrong() if isinstance(error, RequestRejected) else None
         return api_error(error, self.form.id, param)
 
-    def _too_long(self) -> str | None:
-        """The field by which the request is too long for the model, if it is."""
-        length = max((len(each.prompt_token_ids) for each in self.choices), default=0)
+    def _wrong(self) -> str | None:
+        """The field for which the request is refused: what cannot be read, or is too long."""
+        length = max((len(each.prompt_token_ids) for each in self.choices), default=self.longest)
         if length >= self.longest:
             return "messages" if self.form.kind is Kind.CHAT else "prompt"
         if length + (self.order.max_tokens or 0) > self.longest:
