@@ -33,10 +33,10 @@ class TextDecoder(Protocol):
 class Tokenizer(Protocol):
     """Text to token ids and back, at the client."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> Sequence[int]:
         """Token ids of `text`, without a chat template."""
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> Sequence[int]:
         """Token ids of a conversation in the model's own template.
 
         Raises:

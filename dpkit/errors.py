@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dpkit.messages import EngineId
+
+E = TypeVar("E", bound=Exception)
 
 
 def describe(error: BaseException) -> str:
@@ -38,7 +40,7 @@ class DpkitError(Exception):
         self.request_id = request_id
 
 
-def untraced(error: Exception) -> Exception:
+def untraced(error: E) -> E:
     """The same error, but not where it was raised: for who keeps it longer than that matters.
 
     A traceback holds all that its functions held, who keeps the error among it: then nothing of a

@@ -82,6 +82,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one a token where they were asked for, else none
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # all at once, with the first token
+    cached_tokens: int | None = None  # prompt tokens not to be computed; told with the first token
     finish_reason: FinishReason | None = None
     error: Exception | None = None  # with FinishReason.ERROR: what the client raises
 
@@ -109,6 +110,7 @@ class Completion:
     token_ids: tuple[int, ...]  # of the output; those that made up a stop string are among them
     logprobs: tuple[TokenLogprob, ...] = ()  # one a token where they were asked for, else none
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of each prompt token but the first
+    cached_tokens: int | None = None  # prompt tokens found in a cache; None: the engine did not say
     finish_reason: FinishReason
     engine: EngineId
     ttft_s: float

@@ -1,7 +1,8 @@
 """One request's life in an engine, as a literal table. All state changes of requests go through it.
 
-Knows nothing of blocks or queues: the scheduler fills in `block_ids` and `num_computed`, and owns
-the request until it is finished. A refused request is not here: it is answered and forgotten.
+Knows nothing of blocks or queues: the scheduler tells what it is to `hold` and counts up
+`num_computed`, and owns the request until it is finished. A refused request is not here: it is
+answered and forgotten.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Request:
     output_token_ids: list[int] = field(init=False)  # those of an earlier life first
     prompt_logprobs: list[TokenLogprob] = field(factory=list, init=False)  # as far as computed
     num_computed: int = field(default=0, init=False)  # leading tokens whose KV its blocks hold
+    # Prompt tokens that were in the cache when it first ran; None: it did not yet.
+    num_cached: int | None = field(default=None, init=False)
     block_ids: list[int] = field(factory=list, init=False)
     _end_token_ids: Collection[int] = field(init=False)
     _hashes: list[bytes] = field(factory=list, init=False)
@@ -117,6 +120,12 @@ class Request:
                 request_id=self.ask.request_id,
             )
         self.state = state
+
+    def hold(self, block_ids: list[int], num_found: int) -> None:
+        """Have blocks for all its tokens, so many leading ones of which were in the cache."""
+        self.block_ids, self.num_computed = block_ids, num_found
+        if self.num_cached is None:  # what is found after a preemption, it has computed itself
+            self.num_cached = min(num_found, len(self.ask.prompt_token_ids))
 
     def row(self, budget: int) -> BatchRow:
         """Share of a step that computes at most `budget` of the tokens not computed yet."""

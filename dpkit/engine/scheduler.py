@@ -273,8 +273,7 @@ class Scheduler:
         fresh = self.pool.allocate(needed - len(hits), hits=hits)
         if fresh is None:
             return False
-        request.block_ids = hits + fresh
-        request.num_computed = len(hits) * size
+        request.hold(hits + fresh, len(hits) * size)
         self.counters.prefix_query_tokens += self.limits.prefix_cache * len(request.token_ids)
         self.counters.prefix_hit_tokens += request.num_computed
         return True
@@ -341,6 +340,7 @@ class Scheduler:
             token_ids=(token_id,),
             logprobs=() if logprob is None else (logprob,),
             prompt_logprobs=tuple(request.prompt_logprobs) if is_first else (),
+            cached_tokens=request.num_cached if is_first else None,
             finish_reason=reason,
         )
 

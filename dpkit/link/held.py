@@ -27,8 +27,15 @@ class Held:
     """Whether it is the same in how many portions its tokens are told: nobody looks at each."""
     begun: bool = False
     """Whether it has given a token."""
+    is_brief: bool = False
+    """Whether what is new of it is tokens alone: it is plain, and has begun."""
     kept: tuple[int, ...] = ()
     """Tokens that have come, and are told with those that came right behind them."""
+
+    def begin(self, token_ids: tuple[int, ...]) -> None:
+        """Take note of its first tokens, unless these are none."""
+        self.begun = bool(token_ids)
+        self.is_brief = self.begun and self.is_plain
 
     def tell(self, token_ids: tuple[int, ...] = ()) -> None:
         """Have the client know of tokens, after those that were kept."""

@@ -283,14 +283,14 @@ class WireConnection:
                 self._take_late(output.request_id)
                 tokens -= 1
                 continue
-            if output.finish_reason is not None or not held.is_plain:
+            if output.finish_reason is not None or not held.is_brief:
                 self._take_output(output, held)
-            elif kept is None or not held.begun:
+            elif kept is None:
                 held.tell(output.new_token_ids)  # the shortest way: it comes for every token
             else:
                 held.keep(output.new_token_ids, kept)
             if not held.begun:
-                held.begun = bool(output.new_token_ids)
+                held.begin(output.new_token_ids)
                 tokens -= not held.begun
                 prompts += [len(held.asked.prompt_token_ids or ())] * held.begun
             if not number % PIECE:

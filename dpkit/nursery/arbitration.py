@@ -47,6 +47,11 @@ class Arbitration:
     def __repr__(self) -> str:
         return f"<Arbitration: {self.arbiter or 'none'}>"
 
+    @property
+    def is_up(self) -> bool:
+        """Whether there is one."""
+        return self.arbiter is not None
+
     def serve(self, clients: Sequence[Flights]) -> None:
         """Begin, for these clients."""
         self._clients = clients

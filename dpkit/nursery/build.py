@@ -311,6 +311,13 @@ class Builder:
         """The most tokens, of prompt and output together, that every engine has room for."""
         return min(self._longest_of(group) for group in self._config.engines)
 
+    @property
+    def longest_prompt(self) -> int | None:
+        """The most tokens that a prompt can have; None: engines that join say what they take."""
+        if self._largest() is None:
+            return None
+        return max(self._longest_of(group) for group in self._config.engines) - 1
+
     def _longest_of(self, group: EngineGroupConfig) -> int:
         limits = limits_of(group, self._models[model_key(group)].spec)
         room = limits.kv_tokens + 1  # the token sampled last is never computed
@@ -330,13 +337,17 @@ class Builder:
         """How each of `count` clients binds by itself: late only if it knows all that is sent."""
         return self._bound if count == 1 else Binding.EARLY
 
+    def needs_arbiter(self, count: int) -> bool:
+        """Whether `count` clients bind late, and can do so only together."""
+        return self._bound is not self.binding(count)
+
     def everybody(self, count: int) -> LateDispatch | None:
         """Make the books of `count` clients together; None: they need no arbiter.
 
         Raises:
             ConfigError: the policy cannot bind late. What making it raises.
         """
-        if self._bound is self.binding(count):
+        if not self.needs_arbiter(count):
             return None
         ledger = Ledger()
         dispatch = make_dispatch(ledger, LoadView((), ledger), self.policy("all"), Binding.LATE)

@@ -229,13 +229,17 @@ class Client:
             raise
         return submissions
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, *, most: int | None = None) -> tuple[int, ...]:
         """Token ids of a prompt, as `generate` would make them; may be called in a thread.
 
+        Args:
+            prompt: As for `generate`.
+            most: Tokens that it may have: of a longer one as little is looked at as can be.
+
         Raises:
-            RequestRejected: it cannot be encoded.
+            RequestRejected: it cannot be encoded, or has more tokens.
         """
-        return self._maker.encoder.encode(prompt)
+        return self._maker.encoder.encode(prompt, most)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens that begin a text; may be called in a thread.

@@ -110,6 +110,10 @@ class Cluster:
         return self._coordinator.rules
 
     @property
+    def _needs_arbiter(self) -> bool:
+        return self._builder.needs_arbiter(len(self.clients))
+
+    @property
     def _slots(self) -> list[EngineSlot]:
         return self._roster.slots
 
@@ -126,6 +130,7 @@ class Cluster:
             clients=tuple(client.statistics(requests=requests) for client in self.clients),
             coordinator=self._rules.statistics(),
             coordinator_restarts=self._coordinator.restarts,
+            arbiter_up=self._arbitration.is_up if self._needs_arbiter else None,
             fanin=self._fanin.statistics(),
             health=self._membership.statistics(),
             events_lost=self.events.dropped + self._logs.events_lost,
@@ -146,6 +151,11 @@ class Cluster:
     def longest(self) -> int:
         """The most tokens, of prompt and output together, that every engine has room for."""
         return self._builder.longest
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """The most tokens of a prompt that any engine has room for; None: not all are known."""
+        return self._builder.longest_prompt
 
     def audit(self) -> tuple[str, ...]:
         """Every contradiction between clients, engines and coordinator, in words; empty: none.

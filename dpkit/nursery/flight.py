@@ -60,8 +60,8 @@ class Receiver(Protocol):
     def on_placed(self, placement: Placement) -> None:
         """The request has its engine, perhaps not its first one."""
 
-    def on_answered(self) -> None:
-        """The engine that has it now gives its first token."""
+    def on_answered(self, output: EngineOutput) -> None:
+        """The engine that has it now gives its first token, with this; `deliver` is yet to come."""
 
     def deliver(self, output: EngineOutput) -> None:
         """Take an output, which is not the last."""
@@ -144,14 +144,14 @@ class Flight:
             self.placed_at = now
         _log_placement(self.request.request_id, placement)
 
-    def answer(self) -> None:
-        """Take note that the engine that has it now has given a token."""
+    def answer(self, output: EngineOutput) -> None:
+        """Take note that the engine that has it now has given its first token."""
         self.answered = True
         if self.first_token_at is None:
             self.first_token_at = now = trio.current_time()
             assert self.placement is not None  # noqa: S101 - who else gave it
             self.first_tokens.observe(self.placement.rank, now - self.admitted_at)
-        self.receiver.on_answered()
+        self.receiver.on_answered(output)
 
     def ended(self, reason: FinishReason, cause: Cause) -> Event:
         """Its terminal event, as long as it still knows its engine."""

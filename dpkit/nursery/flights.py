@@ -192,7 +192,7 @@ class Flights:
         if output.error is not None and self._try_elsewhere(flight, output.error):
             return
         if output.token_ids and not flight.answered:
-            flight.answer()
+            flight.answer(output)
             if flight.placement is not None:
                 self._dispatch.on_answered(flight.placement)
                 self.line.on_answered(flight)

@@ -29,6 +29,9 @@ class _TokenIds(Struct, array_like=True):
     token_ids: tuple[Annotated[int, Meta(ge=0, le=MOST_TOKENS)], ...]
 
 
+_MOST_CHARACTERS = 256
+"""Of one token: the longest in the vocabularies of Llama 3, Qwen and GPT-4 are 128 blanks."""
+
 _KINDS = "a prompt is text, token ids, or chat messages with role and content"
 
 
@@ -38,22 +41,28 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, most: int | None = None) -> tuple[int, ...]:
         """Token ids of a prompt.
 
         Ids may be any whole numbers that index a list, NumPy's too, but no booleans. Whether they
         are in the vocabulary is for the engine to say, which knows its model.
+
+        Args:
+            prompt: Of whichever kind.
+            most: Tokens that it may have, so that no time is spent on more; None: any number.
         """
         if isinstance(prompt, str):
+            _refuse_long(len(prompt), most)
             _refuse_surrogates(prompt)
             with _tokenizing():
-                return _whole(self._tokenizer.encode(prompt))
+                return _whole(self._tokenizer.encode(prompt), most)
         items = _items(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
             messages = [_message(item) for item in items]
+            _refuse_long(sum(len(message["content"]) for message in messages), most)
             with _tokenizing():
-                return _whole(self._tokenizer.encode_chat(messages))
-        return _whole(items)
+                return _whole(self._tokenizer.encode_chat(messages), most)
+        return _whole(items, most)
 
     def text(self, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
         """The prompt as it was given, or what its tokens say."""
@@ -106,7 +115,26 @@ def _items(prompt: Any) -> tuple[Any, ...]:
         raise RequestRejected(f"{_KINDS}, not {shown(prompt)}: {error}") from error
 
 
-def _whole(items: Any) -> tuple[int, ...]:
+def _refuse_long(characters: int, most: int | None) -> None:
+    """Refuse a text that has too many tokens, whatever they are: tokenizing may take a minute."""
+    if most is not None and characters > _MOST_CHARACTERS * most:
+        raise RequestRejected(
+            f"cannot serve request: a prompt of {characters} characters has more than the {most} "
+            "tokens that there is room for"
+        )
+
+
+def too_many(tokens: int, most: int) -> str:
+    """What is said of a prompt that no engine has room for."""
+    return (
+        f"cannot serve request: {tokens} prompt tokens are {tokens - most} more than the {most} "
+        "that there is room for"
+    )
+
+
+def _whole(items: Any, most: int | None = None) -> tuple[int, ...]:
+    if most is not None and len(items) > most:
+        raise RequestRejected(too_many(len(items), most))
     token_ids = tuple(items)
     try:
         # Four times as fast as to look at each here, and prompts are long.

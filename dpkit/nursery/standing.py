@@ -113,6 +113,8 @@ class ClusterStatistics:
     coordinator: CoordinatorStatistics
     """Since its last restart."""
     coordinator_restarts: int
+    arbiter_up: bool | None
+    """Whether several clients that bind late have their arbiter; None: they need none."""
     fanin: FanInStatistics
     health: HealthStatistics
     events_lost: int

@@ -65,6 +65,7 @@ class OutputStream:
         "_texts",
         "_tokens_read",
         "_write",
+        "cached_tokens",
         "deliver",
         "delivered",
         "finish_reason",
@@ -83,6 +84,8 @@ class OutputStream:
         self._is_open = False
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.cached_tokens: int | None = None
+        """Prompt tokens that its first engine had in a cache; None: it has not said."""
         self.finish_reason: FinishReason | None = None
         self.placement: Placement | None = None
         self._flights = flights
@@ -279,8 +282,10 @@ class OutputStream:
         if self._placed is not None:
             self._placed.unpark_all()
 
-    def on_answered(self) -> None:
+    def on_answered(self, output: EngineOutput) -> None:
         """Tokens come."""
+        if self.cached_tokens is None:
+            self.cached_tokens = output.cached_tokens
         if math.isnan(self._first_token_at):
             self._first_token_at = trio.current_time()
 
@@ -305,6 +310,7 @@ class OutputStream:
             token_ids=tuple(self.delivered[: self._tokens_read]),
             logprobs=tuple(self.logprobs),
             prompt_logprobs=tuple(self.prompt_logprobs),
+            cached_tokens=self.cached_tokens,
             finish_reason=self.finish_reason,
             engine=self.placement.engine,
             ttft_s=self._first_token_at - self._started_at,

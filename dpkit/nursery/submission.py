@@ -67,6 +67,7 @@ class Submission:
         "_unreadable",
         "_write",
         "_written",
+        "cached_tokens",
         "delivered",
         "finish_reason",
         "placed_at",
@@ -81,6 +82,8 @@ class Submission:
         self.request = request
         self.scans = bool(request.sampling.stop)
         self.finish_reason: FinishReason | None = None
+        self.cached_tokens: int | None = None
+        """Prompt tokens that its first engine had in a cache; None: it has not said."""
         self.placement: Placement | None = None
         self.placed_at: float | None = None
         """When it got its first engine, on Trio's clock."""
@@ -175,8 +178,10 @@ class Submission:
         if self.placed_at is None:
             self.placed_at = trio.current_time()
 
-    def on_answered(self) -> None:
+    def on_answered(self, output: EngineOutput) -> None:
         """Tokens come."""
+        if self.cached_tokens is None:
+            self.cached_tokens = output.cached_tokens
 
     def deliver(self, output: EngineOutput) -> None:
         """Hand one engine output on."""

@@ -214,6 +214,11 @@ DPKIT = (
     _counter("dpkit:ejections_total", "Times that an engine was left out.", of=_CLUSTER),
     _gauge("dpkit:engines_on_probation", "Engines that must serve one request first.", of=_CLUSTER),
     _counter("dpkit:coordinator_restarts_total", "Of the coordinator.", of=_CLUSTER),
+    _gauge(
+        "dpkit:arbiter_up",
+        "1 if several clients that bind late have their arbiter, else 0; absent if they need none.",
+        of=_CLUSTER,
+    ),
     _gauge("dpkit:wave", "Of engines that step together, the wave.", of=_CLUSTER),
     _counter("dpkit:events_lost_total", "Events that log.events missed.", of=_CLUSTER),
     _counter("dpkit:steps_lost_total", "Steps that log.steps missed.", of=_CLUSTER),

@@ -132,6 +132,8 @@ def _cluster(cluster: ClusterNumbers, of: tuple[str, ...]) -> Iterator[Row]:
     yield "dpkit:ejections_total", of, now.health.ejections
     yield "dpkit:engines_on_probation", of, now.health.on_probation
     yield "dpkit:coordinator_restarts_total", of, now.coordinator_restarts
+    if now.arbiter_up is not None:
+        yield "dpkit:arbiter_up", of, float(now.arbiter_up)
     yield "dpkit:wave", of, now.coordinator.current_wave
     yield "dpkit:events_lost_total", of, now.events_lost
     yield "dpkit:steps_lost_total", of, now.steps_lost

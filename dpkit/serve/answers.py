@@ -92,6 +92,7 @@ class Answer(ABC):
         return Usage(
             prompt=sum(len(each.prompt_token_ids) for each in prompts),
             completion=sum(each.tokens for each in self.choices),
+            cached=_cached(prompts),
         )
 
     def advance(self, choice: Choice) -> None:
@@ -130,12 +131,12 @@ class Answer(ABC):
             return cut_off(tokens, code="draining", retry_after=error.retry_after)
         if isinstance(error, ClusterClosed):
             return cut_off(tokens)
-        param = self._too_long() if isinstance(error, RequestRejected) else None
+        param = self._wrong() if isinstance(error, RequestRejected) else None
         return api_error(error, self.form.id, param)
 
-    def _too_long(self) -> str | None:
-        """The field by which the request is too long for the model, if it is."""
-        length = max((len(each.prompt_token_ids) for each in self.choices), default=0)
+    def _wrong(self) -> str | None:
+        """The field for which the request is refused: what cannot be read, or is too long."""
+        length = max((len(each.prompt_token_ids) for each in self.choices), default=self.longest)
         if length >= self.longest:
             return "messages" if self.form.kind is Kind.CHAT else "prompt"
         if length + (self.order.max_tokens or 0) > self.longest:
@@ -156,6 +157,13 @@ class Answer(ABC):
         """Forget what leads back to this: it is told, and may go without the garbage collector."""
         self.choices.clear()
         self.error = None
+
+
+def _cached(prompts: Sequence[Choice]) -> int | None:
+    """Tokens of all prompts that were found in a cache; None: of one it is not known."""
+    told = [each.cached_tokens for each in prompts]
+    known = [count for count in told if count is not None]
+    return sum(known) if known and len(known) == len(told) else None
 
 
 class Whole(Answer):

@@ -79,6 +79,11 @@ class Choice:
             return 0
         return len(self.submission.delivered)
 
+    @property
+    def cached_tokens(self) -> int | None:
+        """How many tokens of its prompt were found in a cache; None: nobody has said."""
+        return None if self.submission is None else self.submission.cached_tokens
+
     def __call__(self, output: EngineOutput) -> None:
         """Take what a step adds."""
         if self._tells:

@@ -35,15 +35,20 @@ class Usage:
 
     prompt: int
     completion: int
+    cached: int | None = None
+    """Of the prompt, those found in a cache; None: nobody said."""
 
     @property
-    def fields(self) -> dict[str, int]:
+    def fields(self) -> dict[str, Any]:
         """As clients know it."""
-        return {
+        told: dict[str, Any] = {
             "prompt_tokens": self.prompt,
             "total_tokens": self.prompt + self.completion,
             "completion_tokens": self.completion,
         }
+        if self.cached is not None:
+            told["prompt_tokens_details"] = {"cached_tokens": self.cached}
+        return told
 
 
 @define(kw_only=True, eq=False)

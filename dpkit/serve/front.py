@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import trio
 from attrs import frozen
 
 from dpkit.config.server import ServerConfig, keys_in
+from dpkit.errors import RequestRejected, untraced
 from dpkit.names import EngineState
 from dpkit.serve.errors import ApiError, bad_request
 from dpkit.serve.keys import Keys
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     Reload: TypeAlias = Callable[[], Awaitable[Plan]]
     Observer: TypeAlias = "Callable[[Generated], None]"
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -72,6 +75,8 @@ class Generated:
     """Answers to each prompt."""
     engines: tuple[EngineId, ...]
     prompt_tokens: int
+    cached_tokens: int | None
+    """Of the prompts, those found in a cache; None: not known."""
     output_tokens: int
     max_tokens: int | None
     choices: int
@@ -201,19 +206,25 @@ class Front:
             raise bad_request(message, "X-data-parallel-rank")
         return name
 
-    async def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens that a prompt may have, for `encode`; None: not known, or not yet."""
+        return None if self._cluster is None else self._cluster.longest_prompt
+
+    async def encode(self, prompt: Prompt, most: int | None = None) -> tuple[int, ...]:
         """Token ids of a prompt. A long one is tokenized in a thread: it may take seconds.
 
+        Args:
+            prompt: Of whichever kind.
+            most: Tokens that it may have; None: any number.
+
         Raises:
-            RequestRejected: it cannot be encoded.
+            RequestRejected: it cannot be encoded, or has more tokens.
         """
-        encode = self.cluster.client.encode
+        encode = partial(self.cluster.client.encode, most=most)
         if _size(prompt) <= _AT_ONCE:
             return encode(prompt)
-        # Whoever leaves does not wait for it; the thread is let go of, and its turn kept.
-        return await trio.to_thread.run_sync(
-            encode, prompt, abandon_on_cancel=True, limiter=self._tokenizers
-        )
+        return await self._in_thread(encode, prompt)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens; of many, from a thread.
@@ -224,9 +235,16 @@ class Front:
         decode = self.cluster.client.decode
         if len(token_ids) <= _AT_ONCE:
             return decode(token_ids)
-        return await trio.to_thread.run_sync(
-            decode, token_ids, abandon_on_cancel=True, limiter=self._tokenizers
+        return await self._in_thread(decode, token_ids)
+
+    async def _in_thread(self, work: Callable[[A], T], argument: A) -> T:
+        # Whoever leaves does not wait for it; the thread is let go of, and its turn kept.
+        result = await trio.to_thread.run_sync(
+            _work, work, argument, abandon_on_cancel=True, limiter=self._tokenizers
         )
+        if isinstance(result, RequestRejected):
+            raise untraced(result)  # the thread may hold the other one for a moment
+        return result
 
     def name(self, wanted: str) -> str:
         """A name for a request that no other one has now; give it back with `forget`."""
@@ -250,6 +268,14 @@ class Front:
         """The same of each answer, whatever was asked; for a server to call."""
         for observer in self.http_observers:
             _tell(observer, answered)
+
+
+def _work(work: Callable[[A], T], argument: A) -> T | RequestRejected:
+    """What it gives, or refuses with: what a thread raises keeps itself and its prompt alive."""
+    try:
+        return work(argument)
+    except RequestRejected as error:
+        return untraced(error)  # without what its traceback holds
 
 
 def _tell(observer: Callable[[T], None], what: T) -> None:

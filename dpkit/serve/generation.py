@@ -39,7 +39,7 @@ _BETWEEN = 16
 
 async def complete(front: Front, request: Request, responder: Responder) -> None:
     """Answer ``/v1/completions``."""
-    order = await read(read_completion, request.body, front.check_model)
+    order = await read(read_completion, request.body, front.check_model, front.longest_prompt)
     await _generate(front, request, responder, order, Kind.COMPLETION)
 
 
@@ -94,7 +94,8 @@ async def _submit(front: Front, request: Request, order: Order, answer: Answer) 
     """Send a request to the engines for each choice of each prompt."""
     tenant, pin = front.api_keys.check(request), front.pinned(request)
     client = front.cluster.client
-    prompts = [await front.encode(prompt) for prompt in order.prompts]
+    most = front.longest_prompt
+    prompts = [await front.encode(prompt, most) for prompt in order.prompts]
     if not all(prompts):
         raise bad_request("a prompt is empty; give at least one token", "prompt")
     for number, (prompt, token_ids) in enumerate(zip(order.prompts, prompts, strict=True)):
@@ -168,6 +169,7 @@ def _generated(
         n=order.n,
         engines=_engines(answer),
         prompt_tokens=usage.prompt,
+        cached_tokens=usage.cached,
         output_tokens=usage.completion,
         max_tokens=order.max_tokens,
         choices=len(answer.choices),

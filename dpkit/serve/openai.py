@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dpkit.serve.chunks import encode
+from dpkit.serve.decoding import decode_body
 from dpkit.serve.errors import JSON, bad_request
 from dpkit.serve.generation import read
-from dpkit.serve.requests import Message, decode_body, plain_messages
+from dpkit.serve.requests import Message, plain_messages
 
 if TYPE_CHECKING:
     from dpkit.nursery.prompts import Prompt

@@ -6,14 +6,15 @@ cannot be obeyed are refused by name. Knows no model: whether a prompt fits is f
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 from attrs import evolve, fields, frozen
 
-from dpkit.sampling import MOST_TOKENS, SamplingParams, shown
+from dpkit.sampling import MOST_TOKENS, SamplingParams
+from dpkit.serve.decoding import decode_body
 from dpkit.serve.errors import bad_request
+from dpkit.serve.prompts import MOST_ANSWERS, read_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,12 +23,7 @@ if TYPE_CHECKING:
 
     CheckModel: TypeAlias = Callable[[str | None], None]
 
-MOST_ANSWERS = 1024
-"""Answers that one request may ask for: its prompts times `n`."""
-
 _COMPLETION_TOKENS = 16  # OpenAI's default, and vLLM's
-
-Body = TypeVar("Body")
 
 
 class StreamOptions(msgspec.Struct):
@@ -87,6 +83,12 @@ class CompletionBody(_Body, kw_only=True):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: Any = None
+
+
+class _UnreadCompletionBody(CompletionBody, kw_only=True):
+    """The same as it is read at first: of prompts there may be more than is worth the time."""
+
+    prompt: msgspec.Raw = msgspec.Raw()
 
 
 class ContentPart(msgspec.Struct):
@@ -149,12 +151,15 @@ def _any_model(asked: str | None) -> None:
     """Take whatever is asked for."""
 
 
-def read_completion(body: bytes, check_model: CheckModel = _any_model) -> Order:
+def read_completion(
+    body: bytes, check_model: CheckModel = _any_model, most: int | None = None
+) -> Order:
     """Read a body of ``/v1/completions``.
 
     Args:
         body: As it came.
         check_model: Refuses a model before anything else is looked at; None: none was named.
+        most: Tokens that a prompt may have; None: not known.
 
     Raises:
         ApiError: 400, with the field that is wrong. What `check_model` raises.
@@ -175,7 +180,7 @@ def read_completion(body: bytes, check_model: CheckModel = _any_model) -> Order:
     logprobs = asked.logprobs
     return _order(
         asked,
-        prompts=_prompts(asked.prompt),
+        prompts=read_prompts(asked.prompt, most),
         max_tokens=1 if only_prompt else max_tokens,
         logprobs=logprobs,
         prompt_logprobs=logprobs if asked.echo else None,
@@ -227,25 +232,6 @@ def _message(index: int, message: Message) -> dict[str, str]:
     # What OpenAI calls developer, templates know as system.
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": content or ""}
-
-
-def _prompts(prompt: Any) -> tuple[Prompt, ...]:
-    """One prompt or several: text, token ids, or a list of either."""
-    if isinstance(prompt, str):
-        return (prompt,)
-    if not isinstance(prompt, list) or not prompt:
-        raise bad_request(f"prompt must be text or token ids, not {shown(prompt)}", "prompt")
-    if all(type(item) is int for item in prompt):
-        return (prompt,)
-    if all(isinstance(item, str) for item in prompt):
-        return tuple(prompt)
-    for item in prompt:
-        if not (isinstance(item, list) and all(type(each) is int for each in item)):
-            raise bad_request(
-                f"prompt must be text, token ids, or a list of one of them; it has {shown(item)}",
-                "prompt",
-            )
-    return tuple(prompt)
 
 
 def _order(
@@ -301,27 +287,7 @@ def _sampling(
         raise bad_request(str(error), name if name in _FIELDS else None) from None
 
 
-def decode_body(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
-    """Read a body.
-
-    Raises:
-        ApiError: 400, with the field that is wrong.
-    """
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        message = str(error).partition(" - at `")[0]
-        place = _PLACE.search(str(error))
-        param = place and (place[1] or place[2])
-        raise bad_request(f"{param or 'the body'}: {message}", param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"the body is no JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise bad_request("the body is nested too deeply", code="invalid_json") from None
-
-
-_PLACE = re.compile(r"`\$\.(.+)`|required field `(.+?)`")
-_COMPLETION = msgspec.json.Decoder(CompletionBody)
+_COMPLETION = msgspec.json.Decoder(_UnreadCompletionBody)
 _CHAT = msgspec.json.Decoder(ChatBody)
 _GRAMMARS = (
     "response_format",

@@ -1,7 +1,8 @@
 """Traces: one OpenTelemetry span for each request for text, made when it has ended.
 
-Imported only where traces are asked for; needs the extra `otel`. The names are those that vLLM has.
-What was asked and what was answered is not in a span, nor what an error says.
+Imported only where traces are asked for; needs the extra `otel`. The names are those that vLLM
+has, and OpenTelemetry's where it has none. What was asked and what was answered is not in a span,
+nor what an error says.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def _became(generated: Generated) -> dict[str, Any]:
         "gen_ai.usage.completion_tokens": generated.output_tokens,
         "gen_ai.latency.e2e": generated.ended_at - began,
     }
+    if generated.cached_tokens is not None:
+        became["gen_ai.usage.cache_read.input_tokens"] = generated.cached_tokens
     if generated.placed_at is not None:
         became["gen_ai.latency.time_in_queue"] = generated.placed_at - began
     if generated.first_token_at is not None:

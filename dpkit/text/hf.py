@@ -6,7 +6,8 @@ affair. Chat templates are `dpkit.text.chat`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, overload
 
 import tokenizers
 
@@ -14,7 +15,7 @@ from dpkit.errors import ModelUnsupported, RequestRejected, describe
 from dpkit.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
@@ -54,11 +55,11 @@ class HfTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> Sequence[int]:
         """Token ids of `text`, with a first token where the tokenizer itself adds one."""
         return self._ids(text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> Sequence[int]:
         """Token ids of a conversation, ready for the assistant's answer.
 
         Raises:
@@ -69,17 +70,40 @@ class HfTokenizer:
         text = self._template.render(messages)
         return self._ids(text, add_special_tokens=False)
 
-    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _ids(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         if len(text) < _LONG:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return LongIds(encoding)
 
     def decoder(self, prompt_token_ids: Sequence[int] = ()) -> HfDecoder:
         """Make a fresh decoder for what follows these tokens: no first space is lost there."""
         return HfDecoder(self._tokenizer, self._special, prompt_token_ids)
+
+
+class LongIds(Sequence[int]):
+    """Token ids of a long text. Their number is known before there is a list of them.
+
+    A million take 0.1 s to make, and nothing else runs meanwhile: too long for a mere refusal.
+    """
+
+    def __init__(self, encoding: tokenizers.Encoding) -> None:
+        self._encoding = encoding
+
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._encoding.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        ids: Sequence[int] = self._encoding.ids
+        return ids[index]
 
 
 class HfDecoder:

@@ -27,6 +27,7 @@ from dpkit.sampling import shown
 from dpkit.wire.logprobs import arrays_of_output, arrays_of_prompt, told_by
 from dpkit.wire.structs import (
     FinishCode,
+    PrefillStats,
     RequestError,
     SamplingMap,
     TokenIds,
@@ -274,7 +275,19 @@ def output_to_wire(output: EngineOutput, asked: WireRequest) -> WireOutput:
         new_prompt_logprobs_tensors=arrays_of_prompt(output.prompt_logprobs),
         finish_reason=None if finish is None else _CODES[finish],
         stop_reason=_stop_reason(output, asked) if finish is FinishReason.STOP else None,
+        prefill_stats=None if output.cached_tokens is None else _prefilled(output, asked),
         error=None if output.error is None else error_to_wire(output.error),
+    )
+
+
+def _prefilled(output: EngineOutput, asked: WireRequest) -> PrefillStats:
+    """Where the KV of the prompt came from; what a cache keeps of it is not counted here."""
+    prompt, cached = len(asked.prompt_token_ids or ()), output.cached_tokens or 0
+    return PrefillStats(
+        num_prompt_tokens=prompt,
+        num_computed_tokens=prompt - cached,
+        num_cached_tokens=cached,
+        num_local_cached_tokens=cached,
     )
 
 
@@ -316,12 +329,13 @@ def output_from_wire(
         told = _told(wire, sampling.logprobs)
     if sampling is not None and sampling.prompt_logprobs is not None and prompt is not None:
         told_of_prompt = told_by(prompt, sampling.prompt_logprobs)
-    failed = finish is FinishReason.ERROR
+    failed, prefilled = finish is FinishReason.ERROR, wire.prefill_stats
     return EngineOutput(
         request_id=request_id,
         token_ids=wire.new_token_ids,
         logprobs=told,
         prompt_logprobs=told_of_prompt,
+        cached_tokens=None if prefilled is None else prefilled.num_cached_tokens,
         finish_reason=finish,
         error=error_from_wire(wire.error, engine=engine, request_id=request_id) if failed else None,
     )

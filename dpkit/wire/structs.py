@@ -210,6 +210,17 @@ class RequestError(Struct, kw_only=True):
     retryable: bool = False
 
 
+class PrefillStats(Struct, kw_only=True):
+    """Where the KV of a prompt came from, in tokens; with a request's first token."""
+
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: Count = 0
+    num_local_cached_tokens: int = 0  # in this engine, and not in a store of several
+    num_external_cached_tokens: int = 0
+    num_cache_creation_tokens: int = 0
+
+
 class WireOutput(Struct, array_like=True, gc=False):
     """What one step of an engine adds to one request: 19 fields."""
 
@@ -224,7 +235,7 @@ class WireOutput(Struct, array_like=True, gc=False):
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
     trace_headers: Any = None
-    prefill_stats: Any = None
+    prefill_stats: PrefillStats | None = None
     routed_experts: Any = None
     num_nans_in_logits: int = 0
     mm_cache_miss_hashes: Any = None

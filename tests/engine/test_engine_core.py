@@ -199,6 +199,19 @@ def test_a_prefix_is_computed_once_and_found_even_after_its_request_is_gone(
     assert core.statistics().prefix_hit_tokens == 16
 
 
+def test_what_was_found_in_the_cache_is_told_with_the_first_token_alone(
+    make_core: MakeCore, ask: Ask
+) -> None:
+    core = make_core(block_size=4)
+    told: dict[str, list[int | None]] = defaultdict(list)
+    for name in ("a", "b"):
+        core.add(ask(name, tuple(range(20)), max_tokens=3))
+        while core.has_requests():
+            for output in core.step():
+                told[output.request_id].append(output.cached_tokens)
+    assert told == {"a": [0, None, None], "b": [16, None, None]}
+
+
 def test_a_reset_forgets_all_prefixes_unless_a_request_holds_blocks(
     make_core: MakeCore, ask: Ask
 ) -> None:

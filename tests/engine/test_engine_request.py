@@ -67,3 +67,12 @@ def test_output_ends_at_a_stop_token_or_at_max_tokens() -> None:
     assert reasons([1, 9], max_tokens=5) == [None, FinishReason.STOP]
     assert reasons([9, 9], max_tokens=2, ignore_eos=True) == [None, FinishReason.LENGTH]
     assert reasons([7], max_tokens=1, stop_token_ids=(7,), ignore_eos=True) == [FinishReason.STOP]
+
+
+def test_what_was_found_at_first_stays_and_is_of_the_prompt_alone() -> None:
+    ask = GenerateRequest(request_id="r", prompt_token_ids=(1, 2, 3), output_token_ids=(4, 5))
+    request = Request(ask)
+    request.hold([0], 4)
+    assert (request.num_cached, request.num_computed) == (3, 4)
+    request.hold([1], 2)  # after a preemption
+    assert (request.num_cached, request.num_computed, request.block_ids) == (3, 2, [1])

@@ -55,6 +55,7 @@ async def test_what_they_say_is_what_local_engines_say(tmp_path: Path) -> None:
         expected = await answers(cluster.client, 24, at_once=True)
     address, toml = free_address(), local
     async with open_engine(tmp_path, address, 0, toml), open_joined(group(address)) as cluster:
+        assert cluster.longest_prompt is None  # for it to say
         found = await answers(cluster.client, 24, at_once=True)
     for one, other in zip(expected, found, strict=True):
         if isinstance(one, tuple) and isinstance(other, tuple):  # a refusal, in words of its own

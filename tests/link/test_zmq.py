@@ -27,6 +27,7 @@ from dpkit.wire.structs import (
     EngineReport,
     Envelope,
     FinishCode,
+    PrefillStats,
     RequestError,
     SchedulerStats,
     WireOutput,
@@ -141,6 +142,16 @@ async def test_a_request_goes_out_and_its_outputs_come_back() -> None:
     assert wire.got[-1].finish_reason is FinishReason.LENGTH
     assert wire.loads == [1]
     assert not wire.connection.held
+
+
+async def test_the_first_output_tells_what_was_cached_and_later_ones_nothing() -> None:
+    async with open_wire() as wire:
+        wire.ask()
+        wire_id = await wire.heard_id()
+        cached = PrefillStats(num_cached_tokens=2)
+        for token_id in (4, 5):  # a second word of it is passed over: tokens are all that is read
+            await wire.say(WireOutput(wire_id, (token_id,), prefill_stats=cached))
+    assert [output.cached_tokens for output in wire.got] == [2, None]
 
 
 async def test_the_same_id_of_two_clients_is_two_on_the_wire() -> None:

@@ -20,7 +20,7 @@ from dpkit.errors import (
     Overloaded,
     RequestRejected,
 )
-from dpkit.messages import EngineId, SamplingParams
+from dpkit.messages import EngineId, EngineOutput, SamplingParams
 from dpkit.names import Cause, Dtype, FinishReason
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.events import EventKind
@@ -263,6 +263,29 @@ async def test_a_resumed_text_is_the_undisturbed_one(autojump_clock: object, cra
             EventKind.REQUEST_RESUMED
         ]
         check_idle(cluster)
+
+
+async def test_what_was_cached_is_what_the_first_engine_found(autojump_clock: object) -> None:
+    lab = Lab()
+    prompt = [7] * 33
+    async with lab.open() as cluster:
+        client, found = cluster.client, {"e0-0": 32, "e1-0": 16}
+        for name, cached in found.items():
+            begun = await client.complete(prompt[: cached + 1], max_tokens=1, engine=name)
+            assert begun.cached_tokens == 0
+        async with client.generate(prompt, max_tokens=8, resume=True) as stream:
+            first = stream.engine.name
+            lab.faulty[[*found].index(first)].plan = {3: CRASH}
+            completion = await stream.read_all()
+        assert completion.engine.name != first
+        assert completion.cached_tokens == stream.cached_tokens == found[first]
+        outputs: list[EngineOutput] = []
+        submission = client.submit(
+            prompt, max_tokens=2, engine=completion.engine.name, sink=outputs.append
+        )
+        await trio.sleep(10)
+        assert submission.cached_tokens == 32
+        assert [output.cached_tokens for output in outputs] == [32, None]
 
 
 async def test_stop_strings_and_limits_hold_across_a_resumption(autojump_clock: object) -> None:

@@ -19,6 +19,7 @@ from dpkit.engine.core import EngineCore
 from dpkit.engine.limits import resolve_limits
 from dpkit.engine.models.echo import EchoModel
 from dpkit.errors import DpkitError, RequestRejected
+from dpkit.nursery.prompts import Encoder
 from dpkit.nursery.requests import RequestMaker, RequestOptions
 from dpkit.testing.idle import check_idle
 from dpkit.text.bytes import ByteDecoder, ByteTokenizer
@@ -227,3 +228,47 @@ async def test_a_rejected_request_leaves_nothing_behind(autojump_clock: object) 
         assert cluster.client.statistics().started == 0
         assert (await cluster.client.complete("fine")).text == "fine"
         check_idle(cluster)
+
+
+class Silent(ByteTokenizer):
+    """Must not be asked."""
+
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError(text[:9])
+
+
+class Unread(list[int]):
+    """Its number is all that may be looked at."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError(len(self))
+
+
+class Lazy(ByteTokenizer):
+    """Says more tokens than anybody wants to have."""
+
+    def encode(self, text: str) -> Unread:
+        return Unread([7] * len(text))
+
+
+def test_of_a_prompt_that_is_too_long_as_little_as_can_be_is_looked_at() -> None:
+    long = "a" * 2561
+    prompt: Any
+    for prompt in (long, [{"role": "user", "content": long}]):
+        with pytest.raises(RequestRejected, match="2561 characters has more than the 10 tokens"):
+            Encoder(Silent()).encode(prompt, 10)
+    many: tuple[Any, ...] = ("a" * 11, [{"role": "", "content": ""}], [7] * 11)
+    for prompt in many:
+        with pytest.raises(RequestRejected, match=r"1\d prompt tokens are \d more than the 10"):
+            Encoder(Lazy()).encode(prompt, 10)
+    assert Encoder(ByteTokenizer()).encode("a" * 10, 10) == (97,) * 10
+
+
+async def test_a_prompt_may_be_as_long_as_the_largest_engine_has_room_for() -> None:
+    of = "[[engines]]\nname = 'of_{0}'\nmodel = 'echo'\nkv.num_blocks = {0}\n"
+    async with open_cluster(parse_config(of.format(4) + of.format(8))) as cluster:
+        most = cluster.longest_prompt
+        assert most == 8 * 16
+        assert (await cluster.client.complete([7] * most, max_tokens=1)).token_ids == (7,)
+        with pytest.raises(RequestRejected, match="room for 129 tokens, 1 more than the KV cache"):
+            await cluster.client.complete([7] * (most + 1), max_tokens=1)

@@ -87,10 +87,12 @@ def assert_never_down(before: Scraped, now: Scraped) -> None:
 
 
 @asynccontextmanager
-async def open_observed(config: Config | str = ECHO) -> AsyncIterator[tuple[Desk, Metrics]]:
+async def open_observed(
+    config: Config | str = ECHO, *, clients: int = 1
+) -> AsyncIterator[tuple[Desk, Metrics]]:
     """A desk whose ``/metrics`` answers."""
     metrics = Metrics()
-    async with open_desk(config, metrics=metrics) as desk:
+    async with open_desk(config, clients=clients, metrics=metrics) as desk:
         metrics.watch(desk.front)
         metrics.use(desk.cluster)
         yield desk, metrics
@@ -98,6 +100,7 @@ async def open_observed(config: Config | str = ECHO) -> AsyncIterator[tuple[Desk
 
 async def busy_scrape() -> Scraped:
     """What is told when a bit of everything has happened."""
-    async with open_observed() as (desk, _):
+    config = f"{ECHO}[balancer]\npolicy = 'expected_ttft'\n"
+    async with open_observed(config, clients=2) as (desk, _):  # so that there is an arbiter
         await desk.ask(COMPLETIONS, prompt="abcd", max_tokens=8)
         return Scraped.of((await desk.get("/metrics")).body)

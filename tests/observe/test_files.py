@@ -52,7 +52,7 @@ def queries(file: str) -> list[str]:
     return [text for text in told if text != "prometheus"]
 
 
-FILES = {"grafana.json": 49, "alerts.yaml": 14, "keda.yaml": 1}
+FILES = {"grafana.json": 49, "alerts.yaml": 15, "keda.yaml": 1}
 ALL = [(file, query) for file in FILES for query in queries(file)]
 
 
@@ -104,6 +104,41 @@ def test_panels_lie_side_by_side_and_have_what_they_need() -> None:
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     variables = {each["name"] for each in board["templating"]["list"]}
     assert variables == {"datasource", "model_name", "engine"}
+
+
+BOARD = json.loads((FOLDER / "grafana.json").read_text())
+SHOWN = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+
+
+def test_a_dashboard_has_what_grafanas_schema_requires() -> None:
+    assert {"schemaVersion", "templating", "annotations", "title", "time"} <= set(BOARD)
+    assert 8 <= len(BOARD["uid"]) <= 40
+    for panel in SHOWN:
+        legend, tooltip = panel["options"]["legend"], panel["options"]["tooltip"]
+        assert {*legend} == {"displayMode", "placement", "showLegend", "calcs"}, panel["title"]
+        assert {*tooltip} == {"mode", "sort"}, panel["title"]
+        assert {"id", "type", "title", "gridPos", "fieldConfig", "targets"} <= set(panel)
+        if panel["type"] == "state-timeline":
+            assert {"showValue", "rowHeight"} <= set(panel["options"])
+    for each in BOARD["templating"]["list"]:
+        assert {"text", "value"} <= set(each.get("current", {"text", "value"})), each["name"]
+
+
+def test_whose_data_it_is_is_for_the_reader_to_choose() -> None:
+    asking = [*SHOWN, *(v for v in BOARD["templating"]["list"] if v["type"] == "query")]
+    for each in asking:
+        assert each["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert not any("datasource" in target for target in each.get("targets", ()))
+    for panel in SHOWN:
+        names = [target["refId"] for target in panel["targets"]]
+        assert len(set(names)) == len(names), panel["title"]
+
+
+def test_prometheus_can_read_what_it_is_asked() -> None:
+    promql = pytest.importorskip("promql_parser", reason="pip install 'dpkit[dev]' brings it")
+    for _, query in ALL:
+        if not query.startswith("label_values("):  # which Grafana reads by itself
+            promql.parse(query.replace("$__rate_interval", "1m"))
 
 
 def test_each_alert_says_how_bad_it_is_and_what_it_means() -> None:

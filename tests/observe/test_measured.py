@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
+import trio.testing
 
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.meter import Counted, Histogram, Meter
 from dpkit.observe import Metrics
-from dpkit.testing.faults import CRASH
+from dpkit.testing.faults import CRASH, kill_coordinator
 from tests.nursery.lab import Lab, Timed, settle
 from tests.nursery.test_changes import configs
 from tests.nursery.test_rescue import config as short_of_memory
@@ -142,6 +144,27 @@ async def test_uneven_load_and_reasons_of_picks_are_told(autojump_clock: MockClo
             assert 0 <= scrape(metrics).get("dpkit:snapshot_age_seconds") <= 5
 
 
+async def test_whether_there_is_an_arbiter_is_told_where_one_is_needed(
+    autojump_clock: MockClock,
+) -> None:
+    late = 'balancer = { policy = "expected_ttft" }\n'
+    async with Lab([Timed()], settings=late).open(clients=2) as cluster:
+        metrics, told = Metrics(cluster), []
+        for happens in (settle, partial(_lose_arbiter, cluster), partial(trio.sleep, 0.5)):
+            await happens()
+            told.append((cluster.statistics().arbiter_up, scrape(metrics).get("dpkit:arbiter_up")))
+        assert told == [(True, 1), (False, 0), (True, 1)]
+    for clients, settings in ((1, late), (2, "")):
+        async with Lab([Timed()], settings=settings).open(clients=clients) as cluster:
+            assert cluster.statistics().arbiter_up is None
+            assert not scrape(Metrics(cluster)).series("dpkit:arbiter_up")
+
+
+async def _lose_arbiter(cluster: Cluster) -> None:
+    kill_coordinator(cluster)
+    await trio.testing.wait_all_tasks_blocked()
+
+
 async def pinned(cluster: Cluster) -> None:
     """Ask one engine."""
     await cluster.client.complete("abcd", engine="engine-1")
@@ -197,8 +220,11 @@ async def test_engines_that_have_told_nothing_of_their_work_yet_are_counted(
 async def test_engines_in_processes_are_measured_from_here() -> None:
     async with open_processes(group(count=2)) as cluster:
         metrics = Metrics(cluster)
+        found = []
         for _ in range(4):
-            assert (await cluster.client.complete("abcd" * 8)).text == "abcd" * 8
+            completion = await cluster.client.complete("abcd" * 8)
+            assert completion.text == "abcd" * 8
+            found.append(completion.cached_tokens or 0)
         async with cluster.client.generate("abcdefgh", ignore_eos=True, max_tokens=60_000) as left:
             await anext(left)
         await until(lambda: cluster.statistics().engines[0].core.running == 0)
@@ -215,5 +241,5 @@ async def test_engines_in_processes_are_measured_from_here() -> None:
         assert now.get("vllm:inter_token_latency_seconds_count") >= 4 * 32
         assert now.get("vllm:inter_token_latency_seconds_count") <= tokens - 5 + late
         assert now.get("vllm:prefix_cache_queries_total") == 4 * 32 + 8
-        assert now.get("vllm:prefix_cache_hits_total") == 2 * 16
+        assert now.get("vllm:prefix_cache_hits_total") == 2 * 16 == sum(found)
         assert 0 < now.get("dpkit:cancel_to_freed_seconds_sum") < 15

@@ -123,6 +123,7 @@ def told_by(completion: Completion) -> tuple[object, ...]:
         completion,
         request_id="",
         engine=EngineId("any", 0),
+        cached_tokens=None,
         ttft_s=0,
         latency_s=0,
         logprobs=(),

@@ -87,7 +87,10 @@ async def answers(client: Client, tokens: int, *, at_once: bool) -> list[object]
 
 
 def _comparable(completion: Completion) -> tuple[object, ...]:
-    """Logprobs as nearly the same: their last bits depend on who shared the step."""
+    """Logprobs as nearly the same: their last bits depend on who shared the step.
+
+    What was cached depends on when, so it is left out.
+    """
     told = [
         (
             each.token_id,
@@ -97,7 +100,9 @@ def _comparable(completion: Completion) -> tuple[object, ...]:
         )
         for each in (*completion.logprobs, *completion.prompt_logprobs)
     ]
-    bare = evolve(completion, ttft_s=0, latency_s=0, logprobs=(), prompt_logprobs=())
+    bare = evolve(
+        completion, cached_tokens=None, ttft_s=0, latency_s=0, logprobs=(), prompt_logprobs=()
+    )
     return bare, told
 
 

@@ -117,16 +117,19 @@ def text_of(said: list[Any], index: int = 0) -> str:
 
 
 @asynccontextmanager
-async def open_desk(config: Config | str = ECHO, **parts: Any) -> AsyncIterator[Desk]:
+async def open_desk(
+    config: Config | str = ECHO, *, clients: int = 1, **parts: Any
+) -> AsyncIterator[Desk]:
     """Serve the cluster of a config in memory; at the end nothing may be left of any request.
 
     Args:
         config: A config, or TOML.
+        clients: As many as the cluster has; the first is asked.
         parts: As `Front` takes them.
     """
     if isinstance(config, str):
         config = parse_config(config)
-    async with open_cluster(config) as cluster:
+    async with open_cluster(config, clients=clients) as cluster:
         front = Front(config.server, **parts)
         front.use(cluster)
         desk = Desk(cluster, front, None, [], [])  # type: ignore[arg-type]  # a line below

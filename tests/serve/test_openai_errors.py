@@ -45,7 +45,7 @@ LONG = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1000}
         ({"prompt": [True]}, "prompt", "it has True"),
         ({"prompt": ""}, "prompt", "a prompt is empty"),
         ({"prompt": [[1], []]}, "prompt", "a prompt is empty"),
-        ({"prompt": [-1]}, None, "token ids must be 0 or more"),
+        ({"prompt": [-1]}, "prompt", "token ids must be 0 or more"),
         ({"prompt": [300]}, None, "token ids must be 0 to 256"),
         ({"prompt": "a", "temperature": -1}, "temperature", "temperature must be a number from 0"),
         (
@@ -55,7 +55,7 @@ LONG = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1000}
         ),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "from 1 to"),
         ({"prompt": "a", "max_tokens": 10**6}, "max_tokens", "more than the KV cache's"),
-        ({"prompt": "a" * 70_000}, "prompt", "need room for 70015 tokens, 4479 more than the KV"),
+        ({"prompt": "a" * 70_000}, "prompt", "70000 prompt tokens are 4464 more than the 65536"),
         ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens", "from 0 to max_tokens"),
         ({"prompt": "a", "n": 0}, "n", "from 1 to 128"),
         ({"prompt": ["a"] * 100, "n": 100}, "n", "100 prompts and n = 100 are more than 1024"),
@@ -106,6 +106,42 @@ async def test_what_is_wrong_with_a_chat_is_said_by_name(
     async with open_desk() as desk:
         status, error = await desk.refused(CHAT, **fields)
         assert (status, error["param"]) == (400, param)
+
+
+TOKENS = [7] * 70_000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([*TOKENS, "never read"], "70001 prompt tokens are 4465 more than the 65536"),
+        ([[7], [*TOKENS, None]], "70001 prompt tokens are 4465 more than the 65536"),
+        ([[7]] * 40_000, "40000 prompts are more than 1024 answers"),
+        ("a" * (256 * 65_536 + 1), "16777217 characters has more than the 65536 tokens"),
+    ],
+    ids=["tokens", "rows", "many", "text"],
+)
+async def test_what_is_far_too_long_is_refused_unread(prompt: Any, says: str) -> None:
+    async with open_desk() as desk:
+        status, error = await desk.refused(COMPLETIONS, prompt=prompt)
+        assert (status, error["param"]) == (400, "prompt")
+        assert says in error["message"]
+        assert (await desk.ask(COMPLETIONS, prompt="a"))["choices"]
+
+
+async def test_long_prompts_that_fit_are_read_whole() -> None:
+    rows = [list(b"abc" * 10_000), list(b"d" * 20_000)]
+    async with open_desk() as desk:
+        for prompt in (rows, rows[0], ["abc" * 10_000, "d" * 20_000]):
+            told = await desk.ask(COMPLETIONS, prompt=prompt, max_tokens=2)
+            texts = [choice["text"] for choice in told["choices"]]
+            assert texts == (["ab"] if prompt is rows[0] else ["ab", "dd"])
+        for wrong, says in (
+            (b'{"prompt": [[' + b"7," * 40_000 + b"7x]]}", "the body is no JSON"),
+            (b'{"prompt": [' + b"7," * 40_000 + b'"a"]}', "it has 7"),
+        ):
+            error = error_of(await desk.post(COMPLETIONS, wrong))
+            assert says in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import trio.testing
 
+from dpkit.serve.chunks import Usage
 from tests.serve.desk import CHAT, COMPLETIONS, ECHO, Desk, events, open_desk, text_of
 
 HI = [{"role": "user", "content": "hi"}]
@@ -33,7 +35,12 @@ async def test_a_completion_in_one_piece() -> None:
         assert told["choices"] == [
             {"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}
         ]
-        assert told["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+        assert told["usage"] == {
+            "prompt_tokens": 5,
+            "completion_tokens": 6,
+            "total_tokens": 11,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
 
 
 async def test_a_chat_in_one_piece() -> None:
@@ -85,6 +92,34 @@ async def test_usage_comes_all_the_time_if_that_is_asked_for() -> None:
         assert told == [1, 2, 3, 4, 4]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_tells_what_was_found_in_a_cache(stream: bool) -> None:
+    async with open_desk() as desk:
+        where = {"x_data_parallel_rank": "0"}
+        for path, fields, found in (
+            (COMPLETIONS, {"prompt": "x" * 40}, 0),
+            (COMPLETIONS, {"prompt": "x" * 40}, 32),  # whole blocks of 16, and never the last token
+            (COMPLETIONS, {"prompt": ["x" * 40, "x" * 20], "n": 2}, 48),  # each prompt once
+            (CHAT, {"messages": [{"role": "user", "content": "x" * 60}]}, 0),
+            (CHAT, {"messages": [{"role": "user", "content": "x" * 60}]}, 64),
+        ):
+            asked: dict[str, Any] = {**fields, "max_tokens": 2, "stream": stream}
+            if stream:
+                asked["stream_options"] = {"include_usage": True}
+            reply = await desk.post(path, asked, **where)
+            told = events(reply.body)[-2] if stream else json.loads(reply.body)
+            assert told["usage"]["prompt_tokens_details"] == {"cached_tokens": found}
+            await trio.testing.wait_all_tasks_blocked()
+            assert desk.generated[-1].cached_tokens == found
+
+
+async def test_usage_says_nothing_of_a_cache_that_no_engine_has_told_of() -> None:
+    assert "prompt_tokens_details" not in Usage(prompt=3, completion=2).fields
+    async with open_desk() as desk:
+        assert (await desk.refused(COMPLETIONS, prompt="abc", max_tokens=10**6))[0] == 400
+        assert desk.generated[-1].cached_tokens is None
+
+
 @pytest.mark.parametrize(
     ("prompt", "texts"),
     [
@@ -118,6 +153,7 @@ async def test_several_choices_of_several_prompts_are_numbered_through(stream: b
                 "prompt_tokens": 4,
                 "completion_tokens": 12,
                 "total_tokens": 16,
+                "prompt_tokens_details": {"cached_tokens": 0},
             }
         else:
             told = await desk.ask(COMPLETIONS, **asked)

@@ -89,6 +89,7 @@ async def test_a_request_is_a_span_with_the_attributes_that_vllm_has(
         "gen_ai.response.finish_reasons": ("stop", "stop"),
         "gen_ai.usage.prompt_tokens": 3,
         "gen_ai.usage.completion_tokens": 8,
+        "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.latency.time_in_queue": 0.0,
         "gen_ai.latency.time_to_first_token": 0.1,
         "gen_ai.latency.e2e": 0.4,

@@ -50,3 +50,8 @@ def test_a_conversation_is_one_line_a_message() -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     expected = "system: Be brief.\nuser: Hi\nassistant: "
     assert bytes(TOKENIZER.encode_chat(messages)).decode() == expected
+
+
+def test_a_long_text_is_encoded_like_a_short_one() -> None:
+    text = "the inn \N{EURO SIGN}" * 20_000
+    assert bytes(TOKENIZER.encode(text)) == text.encode()

@@ -14,7 +14,7 @@ from dpkit.testing.tiny import tiny_checkpoint
 
 tokenizers = pytest.importorskip("tokenizers")
 
-from dpkit.text.hf import HfTokenizer  # noqa: E402 - after the check that it can be imported
+from dpkit.text.hf import HfTokenizer, LongIds  # noqa: E402 - after the check that it can be imported
 
 CHECKPOINT = tiny_checkpoint()
 TOKENIZER = HfTokenizer(
@@ -133,3 +133,13 @@ def test_a_model_without_a_template_says_so() -> None:
     plain = HfTokenizer(CHECKPOINT.tokenizer_json, chat_template=None, special_tokens={})
     with pytest.raises(RequestRejected, match="no chat template; send the prompt as plain text"):
         plain.encode_chat([{"role": "user", "content": "hello"}])
+
+
+def test_the_tokens_of_a_long_text_are_counted_before_they_are_listed() -> None:
+    text = "the inn " * 4000
+    ids = TOKENIZER.encode(text)
+    assert isinstance(ids, LongIds)
+    expected = REFERENCE.encode(text).ids
+    assert len(ids) == len(expected)
+    assert [*ids] == expected
+    assert (ids[0], ids[-3:]) == (expected[0], expected[-3:])

@@ -12,6 +12,7 @@ from dpkit.messages import SamplingParams
 from tests.torch.lab import scores
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from dpkit.engine.models.torch.model import TorchModel
@@ -22,7 +23,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = "Once upon a time, in a village by the sea, there lived a clockmaker who"
 
 
-def text_of(model: TorchModel, ids: list[int]) -> str:
+def text_of(model: TorchModel, ids: Sequence[int]) -> str:
     decoder = model.tokenizer().decoder()
     return "".join(decoder.feed([token_id]) for token_id in ids) + decoder.finish()
 
@@ -50,7 +51,7 @@ def test_the_original_file_and_the_directory_give_the_same_scores(
     assert torch.equal(scores(original, ids), scores(demo_model, ids))
 
 
-def requests(model: TorchModel) -> dict[str, tuple[list[int], SamplingParams]]:
+def requests(model: TorchModel) -> dict[str, tuple[Sequence[int], SamplingParams]]:
     tokenizer = model.tokenizer()
     story, question = tokenizer.encode(STORY), tokenizer.encode_chat(QUESTION)
     return {

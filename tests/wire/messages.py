@@ -29,6 +29,7 @@ from dpkit.wire.structs import (
     Hello,
     Init,
     LogprobArrays,
+    PrefillStats,
     PromptLogprobArrays,
     ReadyResponse,
     RequestError,
@@ -130,7 +131,7 @@ wire_outputs = st.builds(
     finish_reason=maybe(st.sampled_from(FinishCode)),
     stop_reason=maybe(signed | texts),
     events=maybe(st.lists(opaque_maps, max_size=2)),
-    prefill_stats=maybe(opaque_maps),
+    prefill_stats=maybe(st.builds(PrefillStats, num_cached_tokens=counts)),
     num_nans_in_logits=counts,
     error=maybe(st.builds(RequestError, code=texts, message=texts, retryable=st.booleans())),
 )
@@ -276,6 +277,7 @@ def outputs(draw: st.DrawFn, *, top: int, prompt_top: int) -> EngineOutput:
         token_ids=tuple(logprob.token_id for logprob in told),
         logprobs=told,
         prompt_logprobs=draw(st.lists(token_logprobs(prompt_top), max_size=3).map(tuple)),
+        cached_tokens=draw(maybe(counts)),
         finish_reason=draw(
             maybe(st.sampled_from([reason for reason in FinishReason if reason != "error"]))
         ),

@@ -34,6 +34,7 @@ from dpkit.wire.structs import (
     Envelope,
     FinishCode,
     LogprobArrays,
+    PrefillStats,
     RequestError,
     SamplingMap,
     WireOutput,
@@ -366,6 +367,18 @@ def test_prompt_logprobs_are_written_as_vllm_has_them() -> None:
     expected = codec.decode_output(VECTORS["outputs_prompt_logprobs"].frames)
     assert isinstance(expected, Envelope)
     assert output_to_wire(output, asked()) == expected.outputs[0]
+
+
+def test_what_a_prompt_found_in_the_cache_is_told_as_vllm_tells_it() -> None:
+    vllms = codec.decode_output(VECTORS["outputs_first_token_events"].frames)
+    assert isinstance(vllms, Envelope)
+    assert output_from_wire(vllms.outputs[0], asked()).cached_tokens == 0
+    output = EngineOutput(request_id="r-0", token_ids=(42,), cached_tokens=2)
+    told = output_to_wire(output, of_vector("request_minimal")).prefill_stats
+    assert told == PrefillStats(
+        num_prompt_tokens=3, num_computed_tokens=1, num_cached_tokens=2, num_local_cached_tokens=2
+    )
+    assert output_to_wire(EngineOutput(request_id="r-0"), asked()).prefill_stats is None
 
 
 def test_logprobs_of_numpys_and_torchs_dtypes_are_read_alike() -> None:

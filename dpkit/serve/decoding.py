@@ -1,0 +1,33 @@
+"""A body's JSON to what a route wants, or a refusal in words. Knows no route."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from dpkit.serve.errors import bad_request
+
+Body = TypeVar("Body")
+
+_PLACE = re.compile(r"`\$\.(.+)`|required field `(.+?)`")
+
+
+def decode_body(decoder: msgspec.json.Decoder[Body], body: bytes | msgspec.Raw) -> Body:
+    """Read a body, or a part of it that was kept as it came.
+
+    Raises:
+        ApiError: 400, with the field that is wrong.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        message = str(error).partition(" - at `")[0]
+        place = _PLACE.search(str(error))
+        param = place and (place[1] or place[2])
+        raise bad_request(f"{param or 'the body'}: {message}", param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is no JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply", code="invalid_json") from None
