@@ -9,11 +9,12 @@ import pytest
 import trio
 
 from dpkit.serve.face import Ending
-from dpkit.testing.http import Client, open_server, render
-from tests.serve.desk import ECHO, open_desk
+from dpkit.testing.http import Client, MemoryTransport, open_server, render
 from tests.serve.shop import Shop
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dpkit.serve.face import Request, Responder
     from dpkit.serve.http import HttpServer
 
@@ -93,10 +94,17 @@ async def test_a_quick_answer_that_raises_is_a_500_and_no_more(
     assert "the quick answer failed" in caplog.text
 
 
-async def test_what_came_with_the_connection_is_answered_in_its_first_turn() -> None:
-    async with open_desk(ECHO) as desk:
-        client = desk.client()
-        client.send(render("GET", "/health"))
-        await trio.lowlevel.checkpoint()  # in which the connection's task begins
-        assert client.transport.outgoing.startswith(b"HTTP/1.1 200 ")
-        assert (await desk.get("/health")).status == 200
+class Unwatched(MemoryTransport):
+    """Tells nobody that something has come."""
+
+    def attach(self, on_ready: Callable[[], None]) -> None:
+        """Do nothing."""
+
+
+async def test_what_came_with_the_connection_waits_for_nobody_to_tell_of_it(shop: Shop) -> None:
+    async with open_server(shop.handle, quick=answer_pings) as made:
+        transport = Unwatched()
+        transport.incoming += render("GET", "/ping")
+        made.connect(transport)
+        with trio.fail_after(5):
+            assert (await Client(transport).receive()).startswith(b"HTTP/1.1 200 ")
