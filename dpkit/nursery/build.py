@@ -6,7 +6,7 @@ import math
 import os
 import random
 import sys
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -306,12 +306,12 @@ class Builder:
         group = max(groups, key=self._longest_of)
         return limits_of(group, self._models[model_key(group)].spec)
 
-    @property
+    @cached_property  # asked for by every request over HTTP; likewise the next one
     def longest(self) -> int:
         """The most tokens, of prompt and output together, that every engine has room for."""
         return min(self._longest_of(group) for group in self._config.engines)
 
-    @property
+    @cached_property
     def longest_prompt(self) -> int | None:
         """The most tokens that a prompt can have; None: engines that join say what they take."""
         if self._largest() is None:
