@@ -32,6 +32,10 @@ class Weights:
     ageing: float = 5.0
     """beta. A prompt may be passed by those that come so many times its own prefill later."""
 
+    aged_tokens: int = 16_000
+    """A. Tokens of a prompt that count for that: those that are all longer go as they came, or the
+    longest would wait for all others again and again."""
+
     slowing: float = 0.1
     """sigma. What the load of an engine costs each token of the answer."""
 

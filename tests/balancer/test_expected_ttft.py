@@ -275,8 +275,8 @@ def test_growth_is_reserved_before_somebody_is_let_in() -> None:
     client.dispatch.on_answered(old)
     client.report(0, requests=2, steps=899)
     client.dispatch.on_answered(young)
-    # Of 49,500, 49,000 are in use. The old one is longer than answers are. A quarter is kept free of the 300
-    # that the young one has to come after 100 steps, and of the 400 of the new one.
+    # Of 49,500, 49,000 are in use. The old one is longer than answers are. A quarter is kept free
+    # of the 300 that the young one has to come after 100 steps, and of the 400 of the new one.
     client.report(0, requests=2, steps=1000, kv_tokens_used=49_000)
     assert client.decide(326) == [None]
     assert client.decide(325) == [0]
@@ -400,6 +400,15 @@ def test_larger_prompts_age_more() -> None:
     ]
     # beta * b * P
     assert ages == pytest.approx([5 * PRIOR.prefill, 5 * PRIOR.prefill * 1000])
+
+
+def test_very_long_prompts_are_not_passed_by_one_another() -> None:
+    client = Late(1)
+    ages = [
+        client.dispatch.age(client.dispatch.prepare(client.request(size)))
+        for size in (15_999, 16_000, 40_000)
+    ]
+    assert ages[0] < ages[1] == ages[2] == pytest.approx(5 * PRIOR.prefill * 16_000)
 
 
 def test_requests_of_other_clients_count_as_the_engine_says() -> None:
