@@ -22,15 +22,19 @@ if TYPE_CHECKING:
 class Weights:
     """The constants of the score that are a choice."""
 
-    window: float = 1.0
+    window: float = 0.5
     """W. Steps' worth of prompt that an engine may have before it, beyond the step under way: with
     less it may run dry, with more requests queue there again and cannot choose any more."""
 
-    fill: float = 1.0
-    """theta. Share of the KV cache that may be spoken for."""
+    fill: float = 0.99
+    """theta. Share of the KV cache that may be spoken for: what answers grow by is a guess."""
 
     ageing: float = 5.0
     """beta. A prompt may be passed by those that come so many times its own prefill later."""
+
+    aged_tokens: int = 16_000
+    """A. Tokens of a prompt that count for that: those that are all longer go as they came, or the
+    longest would wait for all others again and again."""
 
     slowing: float = 0.1
     """sigma. What the load of an engine costs each token of the answer."""

@@ -158,11 +158,11 @@ def test_nobody_passes_a_held_request_on_the_engine_that_it_is_held_for() -> Non
     assert client.decide(10) == [0]  # a pass of its own: nobody is held before it
 
 
-def test_one_steps_worth_of_prompts_may_wait_on_an_engine_and_no_more() -> None:
+def test_half_a_steps_worth_of_prompts_may_wait_on_an_engine_and_no_more() -> None:
     client = Late(1)
     assert client.decide(400) == [0]
     client.report(0, requests=1, unprefilled_tokens=400, scheduled_tokens=400)
-    assert client.decide(600, 400, 1) == [0, 0, None]
+    assert client.decide(300, 200, 1) == [0, 0, None]
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_what_was_sent_and_has_left_before_it_was_read_counts_no_more() -> None:
 def test_between_two_steps_the_next_one_is_reckoned_as_begun() -> None:
     client = Late(1)
     client.send(3000)
-    client.report(0, requests=1, unprefilled_tokens=1500)  # of which it is about to compute 999
-    assert client.decide(499, 1) == [0, None]
+    client.report(0, requests=1, unprefilled_tokens=1200)  # of which it is about to compute 999
+    assert client.decide(299, 1) == [0, None]
 
 
 def test_an_engine_that_says_nothing_is_known_by_what_was_sent_there() -> None:
@@ -259,12 +259,12 @@ def test_who_is_long_held_for_want_of_kv_lets_those_pass_that_leave_him_room() -
     client.report(0, requests=1, kv_tokens_used=30_000, steps=209)
     assert decide(900) == [None], "KV may come free within the life of an answer, 200 steps"
     client.report(0, requests=1, kv_tokens_used=30_000, steps=210)
-    assert decide(900, 99, 1, 1) == [0, 0, 0, None], "and no more than a step computes"
+    assert decide(400, 99, 1, 1) == [0, 0, 0, None], "and no more than half a step computes"
     for _ in range(24):
         assert client.decide(900) == [0]
         client.report(0, requests=1, kv_tokens_used=25_000, steps=210)
-    # Of 50,000 he wants 25,000, and a quarter of 200 is to come to him and to who passes him.
-    assert decide(3_301, 3_300) == [None, 0], "21,600 have passed him"
+    # Of 49,500 he wants 25,000, and a quarter of 200 is to come to him and to who passes him.
+    assert decide(2_801, 2_800) == [None, 0], "21,600 have passed him"
 
 
 def test_growth_is_reserved_before_somebody_is_let_in() -> None:
@@ -275,9 +275,9 @@ def test_growth_is_reserved_before_somebody_is_let_in() -> None:
     client.dispatch.on_answered(old)
     client.report(0, requests=2, steps=899)
     client.dispatch.on_answered(young)
-    # 50,000 hold 49,500. The old one is longer than answers are. A quarter is kept free of the 300
-    # that the young one has to come after 100 steps, and of the 400 of the new one.
-    client.report(0, requests=2, steps=1000, kv_tokens_used=49_500)
+    # Of 49,500, 49,000 are in use. The old one is longer than answers are. A quarter is kept free
+    # of the 300 that the young one has to come after 100 steps, and of the 400 of the new one.
+    client.report(0, requests=2, steps=1000, kv_tokens_used=49_000)
     assert client.decide(326) == [None]
     assert client.decide(325) == [0]
 
@@ -285,9 +285,9 @@ def test_growth_is_reserved_before_somebody_is_let_in() -> None:
 def test_where_engines_run_out_of_kv_twice_as_much_growth_is_reserved() -> None:
     client = Late(1)
     client.send(10)
-    client.report(0, requests=1, kv_tokens_used=49_500, steps=1)
+    client.report(0, requests=1, kv_tokens_used=49_000, steps=1)
     assert client.decide(401) == [None], "a quarter of the 200 and 200 tokens of two answers"
-    client.report(0, requests=1, kv_tokens_used=49_500, steps=2, preemptions=1)
+    client.report(0, requests=1, kv_tokens_used=49_000, steps=2, preemptions=1)
     assert client.decide(301) == [None], "half of them"
     assert client.decide(300) == [0]
 
@@ -312,7 +312,7 @@ def test_shared_blocks_need_no_room() -> None:
     client = Late(1)
     turn = tuple(range(5 * BLOCK))
     client.send(turn)
-    client.report(0, requests=1, kv_tokens_used=49_500)
+    client.report(0, requests=1, kv_tokens_used=49_000)
     assert client.decide((*turn, 7)) == [0]
     assert client.decide(len(turn) + 1) == [None]
 
@@ -400,6 +400,15 @@ def test_larger_prompts_age_more() -> None:
     ]
     # beta * b * P
     assert ages == pytest.approx([5 * PRIOR.prefill, 5 * PRIOR.prefill * 1000])
+
+
+def test_very_long_prompts_are_not_passed_by_one_another() -> None:
+    client = Late(1)
+    ages = [
+        client.dispatch.age(client.dispatch.prepare(client.request(size)))
+        for size in (15_999, 16_000, 40_000)
+    ]
+    assert ages[0] < ages[1] == ages[2] == pytest.approx(5 * PRIOR.prefill * 16_000)
 
 
 def test_requests_of_other_clients_count_as_the_engine_says() -> None:

@@ -72,13 +72,13 @@ def test_load_slows_each_step_and_a_tenth_of_it_each_token_of_the_answer() -> No
 
 
 def test_kv_that_is_wanting_takes_lives_of_requests_to_come_free() -> None:
-    # free = 100,000 - 80,000 - 0.5 * (20,000 + 100) = 9,950. A prompt of 14,950 with nothing shared
+    # free = 99,000 - 80,000 - 0.5 * (20,000 + 100) = 8,950. A prompt of 13,950 with nothing shared
     # wants 5 % of the cache more than that, for 5 % of L * step = 100 * 5 ms.
     made = rated(kv_tokens=80_000, growth=20_000)
-    work = 3 * (14_950 * 2e-5 + 14_950**2 / 2 * 1e-9)
-    assert score(made, 14_950) == pytest.approx(2 * 5e-3 + work + 0.05 * 0.5)
+    work = 3 * (13_950 * 2e-5 + 13_950**2 / 2 * 1e-9)
+    assert score(made, 13_950) == pytest.approx(2 * 5e-3 + work + 0.05 * 0.5)
     # What running requests hold of it needs no room.
-    assert score(made, 14_950, shared=5000) == pytest.approx(2 * 5e-3 + work)
+    assert score(made, 13_950, shared=5000) == pytest.approx(2 * 5e-3 + work)
 
 
 def test_a_card_of_half_the_speed_takes_twice_as_long() -> None:
@@ -97,16 +97,16 @@ def test_an_idle_engine_takes_whatever_comes() -> None:
         # requests: 4 at most
         ({"requests": 3}, 100, True),
         ({"requests": 4}, 100, False),
-        # one step's worth, W * B = 8,000, beyond the step under way
-        ({"requests": 1, "prefill": 7000}, 1000, True),
-        ({"requests": 1, "prefill": 7000}, 1001, False),
+        # half a step's worth, W * B = 4,000, beyond the step under way
+        ({"requests": 1, "prefill": 3000}, 1000, True),
+        ({"requests": 1, "prefill": 3000}, 1001, False),
         # a prompt longer than a step only where nothing is before it
         ({"requests": 1}, 20_000, True),
         ({"requests": 1, "prefill": 1}, 20_000, False),
         # KV: half of one answer's 100 tokens is kept free, and half of the growth of others
-        ({"requests": 1, "kv_tokens": 80_000}, 19_950, True),
-        ({"requests": 1, "kv_tokens": 80_000}, 19_951, False),
-        ({"requests": 1, "kv_tokens": 80_000, "growth": 10_000}, 14_951, False),
+        ({"requests": 1, "kv_tokens": 80_000}, 18_950, True),
+        ({"requests": 1, "kv_tokens": 80_000}, 18_951, False),
+        ({"requests": 1, "kv_tokens": 80_000, "growth": 10_000}, 13_951, False),
     ],
 )
 def test_credit_is_room_in_the_very_next_step(
@@ -117,7 +117,7 @@ def test_credit_is_room_in_the_very_next_step(
 
 def test_an_engine_is_open_as_long_as_it_may_have_credit_for_somebody() -> None:
     assert opened()
-    assert opened(requests=3, prefill=7999)
-    assert not opened(requests=3, prefill=8000)
+    assert opened(requests=3, prefill=3999)
+    assert not opened(requests=3, prefill=4000)
     assert not opened(requests=4)
-    assert not opened(requests=1, kv_tokens=99_950)
+    assert not opened(requests=1, kv_tokens=98_950)

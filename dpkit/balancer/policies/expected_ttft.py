@@ -67,7 +67,8 @@ class ExpectedTtft(HoldingPolicy):
 
     def age(self, prospect: Prospect) -> float:
         """Seconds by which others that come later may go before a prompt of this size."""
-        return self.weights.ageing * self.costs.costs.prefill * prospect.prompt
+        tokens = min(prospect.prompt, self.weights.aged_tokens)
+        return self.weights.ageing * self.costs.costs.prefill * tokens
 
     def pick(self, request: GenerateRequest, view: LoadView) -> int:
         """The engine with the least score, whether it can begin at once or not."""
