@@ -32,7 +32,7 @@ _USAGE = '"usage":{{"prompt_tokens":{},"completion_tokens":{},"total_tokens":0}}
 _LAST = 'data: {{"id":"cmpl-1","object":"text_completion","choices":[],{}}}\n\ndata: [DONE]\n\n'
 
 
-def answers_at_once(request: Request, responder: Responder) -> bool:
+def answer_nowait(request: Request, responder: Responder) -> bool:
     """Answer what is always the same."""
     if (body := WHOLE.get(request.path)) is not None:
         responder.respond(200, JSON, body)
@@ -55,7 +55,7 @@ async def main() -> None:
     """Serve until the process ends."""
     listeners = await open_listeners("127.0.0.1:0")
     async with trio.open_nursery() as nursery:
-        await nursery.start(partial(serve_http, handle, listeners, quick=answers_at_once))
+        await nursery.start(partial(serve_http, handle, listeners, quick=answer_nowait))
         print(f"http://{listeners[0].address}", flush=True)
 
 

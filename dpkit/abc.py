@@ -34,7 +34,11 @@ class Tokenizer(Protocol):
     """Text to token ids and back, at the client."""
 
     def encode(self, text: str) -> Sequence[int]:
-        """Token ids of `text`, without a chat template."""
+        """Token ids of `text`, without a chat template.
+
+        Over HTTP a text of more than 256 characters for each token that there is room for does not
+        come here: it is refused as too long.
+        """
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> Sequence[int]:
         """Token ids of a conversation in the model's own template.

@@ -52,6 +52,8 @@ class CatchUp:
             if self.connection.is_lost:  # meanwhile, and all have been told
                 return
         yield from self.connection.take(last) or ()
+        if self.connection.has_untold:  # the last message told nothing of it
+            self.connection.tell_work(is_newest=True)
         for number, held in enumerate(kept, start=1):
             if held.kept:  # else the last message had more, or nobody wants them any more
                 held.tell()

@@ -101,6 +101,7 @@ class WireConnection:
         """Told of every step that tells of requests here, and of every abort."""
         self.report: EngineReport | None = None
         """What the engine has done, if it is counted here: dpkit's engines say it themselves."""
+        self.has_untold = False  # clients know not what the engine said last of its work
         self.late_outputs = 0
         """Outputs of requests that had been aborted by then; nobody gets them."""
         self._identity = rank_identity(rank)
@@ -112,13 +113,12 @@ class WireConnection:
         self._unreckoned: deque[tuple[ZmqLink, int]] | None = deque()
         self._reckoned = 0
         self._takes: dict[int, OnTaken] = {}
-        self._take_ids = count(_FIRST_TAKE)
+        self._take_ids, self._numbers = count(_FIRST_TAKE), count()
         self._on_stats = on_stats
         self._on_gone = on_gone
         self._held: dict[str, Held] = {}
         self.is_lost = False  # and who held something has been told
         self._aborting: set[str] = set()  # the engine has not yet said that it has dropped them
-        self._numbers = count()
 
     def __repr__(self) -> str:
         return f"<WireConnection to {self.engine}: {len(self._held)} requests>"
@@ -302,12 +302,13 @@ class WireConnection:
             self._take_end(wire_id)
         if envelope.scheduler_stats is not None:
             self._on_stats(self.stats)
-            self._report(is_newest=kept is None)
+            self.tell_work(is_newest=kept is None)
         elif envelope.outputs:
             self._unreckoned = None  # whoever tells does so with every output
 
-    def _report(self, *, is_newest: bool) -> None:
-        """Hand on how much work the engine says that it has; not the newest: it has said more."""
+    def tell_work(self, *, is_newest: bool) -> None:
+        """Hand on how much work the engine says that it has; not the newest: more has come."""
+        self.has_untold = not is_newest
         told, unreckoned = self.stats.dpkit, self._unreckoned
         if told is UNSET or unreckoned is None:
             self._unreckoned = None

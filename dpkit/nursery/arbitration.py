@@ -176,9 +176,11 @@ class Arbitration:
         ahead = sum(each.sent - each.acknowledged for _, each in heard if each is not None)
         news = replace(report, sent=ahead, acknowledged=0)
         arbiter.dispatch.on_report(engine, news, now=trio.current_time())
-        for flights, each in heard:  # before more is sent, of which it does not tell
-            if each is not None:
-                flights.relieve(engine, each)
+        # All look before one asks: a local engine answers at once, and then more may be sent there,
+        # of which these reports do not tell.
+        asks = [flights.relief(engine, each) for flights, each in heard if each is not None]
+        for ask in asks:
+            ask()
         self.fill()
 
     def deliver(self, engine: EngineId, output: EngineOutput) -> None:

@@ -23,10 +23,10 @@ from dpkit.nursery.flight import Flight, cause_of, has_budget, lateness, refusal
 from dpkit.nursery.guided import GuidedLine
 from dpkit.nursery.inbox import duplicate
 from dpkit.nursery.meter import FirstTokens
-from dpkit.nursery.rescue import Rescue
+from dpkit.nursery.rescue import Rescue, nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from dpkit.abc import EngineLink
     from dpkit.balancer.dispatch import EarlyDispatch, Placement
@@ -143,14 +143,14 @@ class Flights:
         """Take an engine's own word: it may have room now. Called by links, on Trio's thread."""
         self._dispatch.on_report(engine, report, now=trio.current_time())
         if self.line.seat is None:  # else the arbiter hears of it too, and acts on it
-            self.relieve(engine, report)  # before more is sent, of which it does not tell
+            self.relief(engine, report)()  # before more is sent, of which it does not tell
             if self.line:
                 self.fill()
 
-    def relieve(self, engine: EngineId, report: StepReport) -> None:
-        """Have back what waits on an engine, if that has just told that it is short of memory."""
-        if self.line.binding is Binding.LATE:
-            self.rescue.look(engine, report, self.books, moves=self._limits.moves)
+    def relief(self, engine: EngineId, report: StepReport) -> Callable[[], None]:
+        """What asks for what waits on an engine that has just told that it is short of memory."""
+        is_late, moves = self.line.binding is Binding.LATE, self._limits.moves
+        return self.rescue.look(engine, report, self.books, moves=moves) if is_late else nothing
 
     # A request's life.
 

@@ -13,6 +13,7 @@ it, whatever `resume` says of answers whose engine was lost.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -39,6 +40,10 @@ def is_starved(report: StepReport, room: Room) -> bool:
         return False
     step = report.last_step
     return step.decodes + step.prefill_tokens < room.tokens_per_step
+
+
+def nothing() -> None:
+    """There is nothing to ask for."""
 
 
 class Rescue:
@@ -80,8 +85,8 @@ class Rescue:
         books: tuple[Ledger, LoadView],
         *,
         moves: bool,
-    ) -> None:
-        """Ask a starved engine for what waits there.
+    ) -> Callable[[], None]:
+        """What asks a starved engine for what waits there, once it is called.
 
         Args:
             engine: Who has just told of a step.
@@ -91,13 +96,17 @@ class Rescue:
         """
         room = self._rooms.get(engine)
         if room is None or engine in self._asked or not is_starved(report, room):
-            return
+            return nothing
         ledger, view = books
         moves = moves and engine in view.engines
         waiting = self._waiting(ledger.requests(engine), report)
-        if wanted := [name for name, flight in waiting if self._may_move(flight, moves=moves)]:
+        wanted = [name for name, flight in waiting if self._may_move(flight, moves=moves)]
+        return partial(self._ask, engine, wanted) if wanted else nothing
+
+    def _ask(self, engine: EngineId, wanted: Sequence[str]) -> None:
+        if (link := self._links.get(engine)) is not None:  # else it was lost meanwhile
             self._asked.add(engine)
-            self._links[engine].take_back(wanted, self._on_taken)
+            link.take_back(wanted, self._on_taken)
 
     def _waiting(self, sent: Sequence[str], report: StepReport) -> Iterator[tuple[str, Flight]]:
         """Those that probably wait, newest first: an engine runs what came first.

@@ -84,7 +84,9 @@ VLLM = (
     _counter(
         "vllm:prompt_tokens_total", "Prompt tokens of requests that were given a first token."
     ),
-    _counter("vllm:prompt_tokens_cached_total", "Tokens that need not be computed."),
+    _counter(
+        "vllm:prompt_tokens_cached_total", "Tokens that were found there, again after a preemption."
+    ),
     _counter("vllm:generation_tokens_total", "Tokens generated."),
     _counter("vllm:num_preemptions_total", "Requests that lost their blocks to older ones."),
     _counter(

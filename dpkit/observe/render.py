@@ -13,7 +13,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import define, field
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    exposition,
+)
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -36,12 +42,19 @@ Series: TypeAlias = "tuple[str, tuple[str, ...]]"
 
 _END = "# EOF\n"
 """Of a text in OpenMetrics."""
-_AS_THEY_ARE: dict[Any, Encode] = {
-    write: partial(write, escaping=openmetrics.ALLOWUTF8)
-    for write in (generate_latest, openmetrics.generate_latest)
+_FORMATS: dict[Any, tuple[Encode, str]] = {
+    None: (generate_latest, exposition.CONTENT_TYPE_PLAIN_0_0_4),
+    **{
+        write: (partial(write, escaping=openmetrics.ALLOWUTF8), name)
+        for write, name in (
+            (generate_latest, exposition.CONTENT_TYPE_LATEST),
+            (openmetrics.generate_latest, openmetrics.CONTENT_TYPE_LATEST),
+        )
+    },
 }
-"""Every scraper can read our names. Asked for underscores in place of UTF-8, the library would make
-some of colons too, which were always good: of its samples' names, and not of their families'."""
+"""By what the library would write with, where it is told how to escape names. Every scraper can
+read ours. Asked for underscores in place of UTF-8, it would make some of colons too, which were
+always good: of its samples' names, and not of their families'."""
 
 
 def process_registry() -> CollectorRegistry:
@@ -54,10 +67,11 @@ def process_registry() -> CollectorRegistry:
 
 def negotiate(accept: str) -> tuple[Encode, str]:
     """What writes a text that the scraper takes, one of three, and how that is called."""
-    encode, content_type = choose_encoder(accept)
-    if isinstance(encode, partial):
-        encode = _AS_THEY_ARE[encode.func]
-    return encode, content_type.partition("; escaping=")[0]
+    try:
+        encode, _ = choose_encoder(accept)
+    except (TypeError, ValueError):  # it asks for a version that is none
+        encode = generate_latest
+    return _FORMATS[getattr(encode, "func", None)]
 
 
 @define(eq=False)
@@ -105,7 +119,7 @@ class Page:
     def _lines(self, family: Family, labels: Sequence[str], value: Value) -> Sequence[str]:
         """All but the numbers, which stand at the end of each line."""
         text = self._written(_metric(family, _samples(family, labels, value)))
-        lines = text.removeprefix(self._head(family)).splitlines()
+        lines = text.removeprefix(self._head(family)).removesuffix("\n").split("\n")
         return [line[: line.rindex(" ") + 1] for line in lines]
 
     def _written(self, metric: Metric) -> str:

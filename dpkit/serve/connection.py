@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from dpkit.nursery.bell import Bell
-from dpkit.serve.exchange import handle, record, say_why
+from dpkit.serve.exchange import answer_nowait, handle, record, say_why
 from dpkit.serve.face import Ending
 from dpkit.serve.heads import CONTINUE, JSON, RETRY_AFTER, error_body
 from dpkit.serve.outgoing import Outgoing
@@ -27,7 +27,7 @@ from dpkit.serve.responder import HttpResponder
 from dpkit.serve.site import Answered
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from dpkit.serve.parser import Event
     from dpkit.serve.site import Site
@@ -195,24 +195,32 @@ class Connection:
             if data.strip(b"\r\n"):  # which some clients send after a body
                 self._take_no_more(responder)
             return
-        for event in self._parser.feed(data):
+        events = self._parser.feed(data)
+        is_alone = len(events) == 1 and not self._parser.receiving
+        for number, event in enumerate(events):
             if (responder := self._unanswered()) is not None:
                 self._take_no_more(responder)
+                self._drop(events[number:])
                 return
-            self._react(event)
+            self._react(event, is_alone=is_alone)
         if self._parser.receiving:
             if (responder := self._unanswered()) is not None:
                 self._take_no_more(responder)
             elif self.phase is Phase.IDLE:
                 self._enter(Phase.RECEIVING, self._limits.receive_timeout)
 
+    def _drop(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Message):
+                self._site.room.give_back(len(event.request.body))
+
     def _unanswered(self) -> HttpResponder | None:
         latest = self._latest
         return None if latest is None or latest.is_finished else latest
 
-    def _react(self, event: Event) -> None:
+    def _react(self, event: Event, *, is_alone: bool) -> None:
         if isinstance(event, Message):
-            self._begin(event)
+            self._begin(event, is_alone=is_alone)
         elif isinstance(event, Refusal):
             self._refuse(event.status, event.message)
         else:
@@ -229,28 +237,25 @@ class Connection:
         responder.keep_alive = False
         self._parser.close()
 
-    def _begin(self, message: Message) -> None:
+    def _begin(self, message: Message, *, is_alone: bool) -> None:
+        """Have a request answered: at once if that is possible, and nothing came with it."""
+        if self.unsent > self.max_unsent:  # it asks again and again, and reads no answer
+            self._drop([message])
+            self.stalled()
+            return
         if not message.keep_alive:
             self._is_last = True
         self._held += len(message.request.body)
         responder = HttpResponder(message.request, not self._is_last, self, trio.current_time())
         self.phase, self._deadline = Phase.ANSWERING, _NEVER
         self._latest = responder
-        if self._current is None and not self._is_answered_at_once(responder):
+        if self._current is not None:
+            return  # it has answered, and cleans up
+        if is_alone and answer_nowait(self._site.quick, responder):
+            self._settle(responder)
+        else:
             self._current = responder
             self._bell.ring()
-
-    def _is_answered_at_once(self, responder: HttpResponder) -> bool:
-        if (quick := self._site.quick) is None:
-            return False
-        try:
-            if not quick(responder.request, responder):
-                return False
-        except Exception:  # noqa: BLE001 - of this request alone, as in `handle`
-            _log.exception("%s: the quick answer failed", responder.request.id)
-            responder.end(Ending.FAILED)
-        self._settle(responder)
-        return True
 
     # What a request may come to, besides its answer.
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dpkit.logs import ENGINE, REQUEST_ID
+from dpkit.logs import ENGINE, REQUEST_ID, about
 from dpkit.serve.face import Ending
 from dpkit.serve.heads import JSON, RETRY_AFTER, error_body
 from dpkit.serve.site import CLIENT_CLOSED, Answered
 
 if TYPE_CHECKING:
-    from dpkit.serve.face import Handler
+    from dpkit.serve.face import Handler, Quick
     from dpkit.serve.responder import HttpResponder
 
 _log = logging.getLogger(__name__)
@@ -29,8 +29,30 @@ async def handle(handler: Handler, responder: HttpResponder) -> None:
     try:
         await handler(responder.request, responder)
     except Exception:  # noqa: BLE001 - of this request alone
-        _log.exception("%s: the handler failed", responder.request.id)
-        responder.end(Ending.FAILED)
+        _note_failure(responder)
+    _note_silence(responder)
+
+
+def answer_nowait(quick: Quick | None, responder: HttpResponder) -> bool:
+    """Answer without waiting, if `quick` does; what it raises ends here."""
+    if quick is None:
+        return False
+    try:
+        if not quick(responder.request, responder):
+            return False
+    except Exception:  # noqa: BLE001 - of this request alone
+        _note_failure(responder)
+    _note_silence(responder)
+    return True
+
+
+def _note_failure(responder: HttpResponder) -> None:
+    request_id = responder.request.id
+    _log.exception("%s: the handler failed", request_id, extra=about(request_id=request_id))
+    responder.end(Ending.FAILED)
+
+
+def _note_silence(responder: HttpResponder) -> None:
     if not responder.is_finished and responder.ending is None:
         _log.error("%s: the handler returned without having finished", responder.request.id)
         responder.end(Ending.FAILED)

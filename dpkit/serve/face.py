@@ -72,7 +72,7 @@ class Request:
 
 
 class Responder(ABC):
-    """Where the one answer to one request goes. For the task, or the thread, of its handler.
+    """Where the one answer to one request goes. For the task of its handler.
 
     Either `respond` once, or `start`, any number of `write`, and `finish`. None of them waits or
     raises for what the world does: after the client has gone they do nothing. RuntimeError and
@@ -148,4 +148,5 @@ Handler: TypeAlias = Callable[[Request, Responder], Awaitable[None]]
 """Answers one request. What it raises becomes 500, or cuts off an answer that was started."""
 
 Quick: TypeAlias = Callable[[Request, Responder], bool]
-"""Answers a request in one piece, there and then; False: it is for the handler to answer."""
+"""Answers a request in one piece, there and then; False: it is for the handler to answer. What it
+raises becomes 500."""

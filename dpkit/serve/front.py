@@ -16,11 +16,11 @@ import trio
 from attrs import frozen
 
 from dpkit.config.server import ServerConfig, keys_in
-from dpkit.errors import RequestRejected, untraced
 from dpkit.names import EngineState
 from dpkit.serve.errors import ApiError, bad_request
 from dpkit.serve.keys import Keys
 from dpkit.serve.logprobs import Spelling
+from dpkit.serve.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     Reload: TypeAlias = Callable[[], Awaitable[Plan]]
     Observer: TypeAlias = "Callable[[Generated], None]"
 
-A = TypeVar("A")
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -224,7 +223,7 @@ class Front:
         encode = partial(self.cluster.client.encode, most=most)
         if _size(prompt) <= _AT_ONCE:
             return encode(prompt)
-        return await self._in_thread(encode, prompt)
+        return await in_thread(encode, prompt, limiter=self._tokenizers)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens; of many, from a thread.
@@ -235,16 +234,7 @@ class Front:
         decode = self.cluster.client.decode
         if len(token_ids) <= _AT_ONCE:
             return decode(token_ids)
-        return await self._in_thread(decode, token_ids)
-
-    async def _in_thread(self, work: Callable[[A], T], argument: A) -> T:
-        # Whoever leaves does not wait for it; the thread is let go of, and its turn kept.
-        result = await trio.to_thread.run_sync(
-            _work, work, argument, abandon_on_cancel=True, limiter=self._tokenizers
-        )
-        if isinstance(result, RequestRejected):
-            raise untraced(result)  # the thread may hold the other one for a moment
-        return result
+        return await in_thread(decode, token_ids, limiter=self._tokenizers)
 
     def name(self, wanted: str) -> str:
         """A name for a request that no other one has now; give it back with `forget`."""
@@ -268,14 +258,6 @@ class Front:
         """The same of each answer, whatever was asked; for a server to call."""
         for observer in self.http_observers:
             _tell(observer, answered)
-
-
-def _work(work: Callable[[A], T], argument: A) -> T | RequestRejected:
-    """What it gives, or refuses with: what a thread raises keeps itself and its prompt alive."""
-    try:
-        return work(argument)
-    except RequestRejected as error:
-        return untraced(error)  # without what its traceback holds
 
 
 def _tell(observer: Callable[[T], None], what: T) -> None:

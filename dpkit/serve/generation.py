@@ -18,6 +18,7 @@ from dpkit.serve.errors import bad_request, cut_off
 from dpkit.serve.face import Ending
 from dpkit.serve.front import Generated
 from dpkit.serve.requests import read_chat, read_completion
+from dpkit.serve.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ async def read(reader: Callable[..., T], body: bytes, *more: Any) -> T:
     """Call a reader of bodies; with a long one in a thread."""
     if len(body) <= _AT_ONCE:
         return reader(body, *more)
-    return await trio.to_thread.run_sync(reader, body, *more, abandon_on_cancel=True)
+    return await in_thread(reader, body, *more)
 
 
 async def _generate(

@@ -72,10 +72,10 @@ async def serve_http(
     """Serve HTTP until `HttpServer.stop`.
 
     Args:
-        handler: Answers every request, each in a task of its connection's.
+        handler: Answers requests, each in a task of its connection's.
         listeners: From `open_listeners`.
-        quick: Asked before it; what it answers costs no task a turn, as probes should not. What it
-            raises becomes 500.
+        quick: Asked before the handler, where a request came by itself; what it answers costs no
+            task a turn, as probes should not.
         limits: What clients may have; None: the defaults.
         name: What the ``Server`` header says; empty: there is none.
         observer: Told of every answer when it has ended, for logs and metrics. It must not wait.

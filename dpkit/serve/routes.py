@@ -6,7 +6,6 @@ A `Router` is the handler of a server. What goes wrong in a route is told to its
 from __future__ import annotations
 
 from enum import StrEnum
-from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import frozen
@@ -45,10 +44,11 @@ class Route:
     path: str
     """A path that ends in a slash stands for all that begin with it."""
     run: Run
-    """None: it has answered at once, as probes do."""
     access: Access = Access.API
     body: type | None = None
     """What its body is; None: nothing is read."""
+    is_nowait: bool = False
+    """Whether `run` has answered when it returns, without a wait: it is no async function."""
 
 
 async def _metrics(front: Front, request: Request, responder: Responder) -> None:
@@ -66,9 +66,9 @@ API = (
     Route("POST", "/tokenize", openai.tokenize, body=openai.TokenizeBody),
     Route("POST", "/detokenize", openai.detokenize, body=openai.DetokenizeBody),
     Route("GET", "/statistics", status.statistics),
-    Route("GET", "/health", status.health, Access.OPEN),
-    Route("GET", "/ready", status.ready, Access.OPEN),
-    Route("GET", "/version", status.tell_version, Access.OPEN),
+    Route("GET", "/health", status.health, Access.OPEN, is_nowait=True),
+    Route("GET", "/ready", status.ready, Access.OPEN, is_nowait=True),
+    Route("GET", "/version", status.tell_version, Access.OPEN, is_nowait=True),
     Route("GET", "/metrics", _metrics, Access.OPEN),
 )
 ADMIN = (
@@ -96,7 +96,7 @@ class Router:
         self._probes = {
             (route.method, route.path): route.run
             for route in self.routes
-            if route.access is Access.OPEN and not iscoroutinefunction(route.run)
+            if route.is_nowait and route.access is Access.OPEN
         }
         self._prefixes = tuple(path for path in self._routes if path.endswith("/"))
 
@@ -113,7 +113,7 @@ class Router:
                 raise
             api_error(error, request.id).answer(responder)
 
-    def answers_at_once(self, request: Request, responder: Responder) -> bool:
+    def answer_nowait(self, request: Request, responder: Responder) -> bool:
         """Answer a probe; False: it is none, or not a plain one."""
         run = self._probes.get((request.method, request.path))
         if run is not None:

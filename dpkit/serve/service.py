@@ -141,7 +141,7 @@ class HttpService:
         await serve_handler(
             router,
             listeners,
-            quick=router.answers_at_once,
+            quick=router.answer_nowait,
             limits=limits_of(self.front.settings),
             observer=self.front.tell_answered,
             task_status=task_status,

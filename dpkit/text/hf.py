@@ -7,6 +7,7 @@ affair. Chat templates are `dpkit.text.chat`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, overload
 
 import tokenizers
@@ -91,19 +92,26 @@ class LongIds(Sequence[int]):
     def __init__(self, encoding: tokenizers.Encoding) -> None:
         self._encoding = encoding
 
+    def __repr__(self) -> str:
+        return f"<LongIds: {len(self)} tokens>"
+
     def __len__(self) -> int:
         return len(self._encoding)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._encoding.ids)
+        return iter(self._ids)
 
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        ids: Sequence[int] = self._encoding.ids
-        return ids[index]
+        return self._ids[index]
+
+    @cached_property
+    def _ids(self) -> list[int]:
+        ids: list[int] = self._encoding.ids
+        return ids
 
 
 class HfDecoder:

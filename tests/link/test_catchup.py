@@ -13,7 +13,14 @@ from dpkit.messages import EngineId, EngineOutput, TokenLogprob
 from dpkit.names import FinishReason
 from dpkit.wire.codec import encode_envelope
 from dpkit.wire.logprobs import arrays_of_output
-from dpkit.wire.structs import EngineReport, Envelope, FinishCode, SchedulerStats, WireOutput
+from dpkit.wire.structs import (
+    EngineReport,
+    Envelope,
+    FinishCode,
+    SchedulerStats,
+    UtilityAnswer,
+    WireOutput,
+)
 from tests.link.test_zmq import RANK, Wire, open_wire
 
 if TYPE_CHECKING:
@@ -80,6 +87,21 @@ async def test_who_is_late_hears_of_the_last_step_and_who_keeps_a_table_of_each(
         for _ in await late(wire, *[[WireOutput(wire_id, (n,))] for n in range(3)], steps=7):
             pass
     assert heard == {"asks": [9], "listens": [7, 8, 9]}
+
+
+async def test_the_newest_report_is_heard_though_the_newest_message_tells_none() -> None:
+    async with open_wire() as wire:
+        steps: list[int] = []
+        deliver = wire.link.deliver
+        ZmqLink(wire.connection, deliver, lambda _, report: steps.append(report.steps))
+        for number in (7, 8):
+            told = SchedulerStats(dpkit=EngineReport(steps=number))
+            wire.push.send_nowait(encode_envelope(Envelope(RANK, scheduler_stats=told)))
+        answer = UtilityAnswer(call_id=1, result=(None, None))
+        wire.push.send_nowait(encode_envelope(Envelope(RANK, utility_output=answer)))
+        for _ in await late(wire):
+            pass
+    assert steps == [8]
 
 
 @pytest.mark.parametrize("asks", [{"stop": ("x",)}, {"logprobs": 0}], ids=str)

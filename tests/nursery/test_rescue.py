@@ -213,8 +213,9 @@ async def test_what_was_just_sent_is_not_had_back_for_what_waits(
     """
     async with dpkit.open_cluster(dpkit.parse_config(toml), clients=clients) as cluster:
         async with trio.open_nursery() as nursery:
-            for name in ("runs", "waits", "is sent last"):
-                ask = partial(cluster.client.complete, "ab", max_tokens=5, request_id=name)
+            for name, client in (("runs", 0), ("waits", 0), ("is sent last", -1)):
+                asks = cluster.clients[client].complete
+                ask = partial(asks, "ab", max_tokens=5, request_id=name)
                 nursery.start_soon(partial(ask, ignore_eos=True))
                 await trio.lowlevel.checkpoint()
         told = [each for each in cluster.events if each.kind is EventKind.REQUEST_TAKEN_BACK]

@@ -243,6 +243,24 @@ async def test_formats_that_scrapers_think_up_are_not_kept() -> None:
         assert len(metrics._pages) == 3
 
 
+@pytest.mark.parametrize("version", ["abc", "19.0.0"])
+async def test_a_version_that_nobody_has_is_not_told(version: str) -> None:
+    async with open_cluster(parse_config(ECHO)) as cluster:
+        metrics = Metrics(cluster)
+        for kind in ("application/openmetrics-text", "text/plain"):
+            content_type, text = await metrics.scrape(f"{kind};version={version}")
+            assert version not in content_type
+            assert b"vllm:num_requests_running" in text
+
+
+async def test_a_models_name_may_have_whatever_breaks_lines_elsewhere() -> None:
+    async with open_cluster(parse_config(ECHO)) as cluster:
+        metrics = Metrics(cluster, model_name="a\u2028b\x85c")
+        for _ in range(2):
+            _, text = await metrics.scrape()
+            assert 'model_name="a\u2028b\x85c"} 0.0\n'.encode() in text
+
+
 async def test_series_that_are_told_no_more_are_forgotten() -> None:
     async with open_cluster(parse_config(ECHO)) as cluster:
         metrics = Metrics(cluster)

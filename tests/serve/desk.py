@@ -139,7 +139,7 @@ async def open_desk(
         limits = limits_of(front.settings)
         async with open_server(
             router,
-            quick=router.answers_at_once,
+            quick=router.answer_nowait,
             limits=limits,
             observer=front.tell_answered,
         ) as desk.server:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
 from dpkit.serve.face import Ending
+from dpkit.serve.limits import HttpLimits
 from dpkit.testing.http import Client, MemoryTransport, open_server, render
 from tests.serve.shop import Shop
 
@@ -46,13 +46,52 @@ async def test_what_can_be_answered_at_once_never_comes_to_the_handler(shop: Sho
     assert [each.ending for each in shop.answered] == [Ending.FINISHED] * 3
 
 
-async def test_probes_in_one_segment_are_all_answered_in_their_order(shop: Shop) -> None:
-    async with open_server(shop.handle, quick=answer_pings) as made:
+@pytest.mark.parametrize("second", ["/ping", "/echo"])
+async def test_of_several_requests_in_one_segment_the_first_is_answered_and_ends_it(
+    shop: Shop, second: str
+) -> None:
+    async with open_server(shop.handle, quick=answer_pings, observer=shop.answered.append) as made:
         client = Client.of(made)
-        client.send(b"".join(render("POST", "/ping", b"body-%d" % number) for number in range(3)))
-        said = await client.receive()
-        assert re.findall(rb"body-\d", said) == [b"body-0", b"body-1", b"body-2"]
-        assert said.count(b"HTTP/1.1 200 ") == 3
+        client.send(render("GET", "/echo") + render("POST", second, b"hello"))
+        assert (await client.reply()).headers["connection"] == "close"
+        assert await client.receive() == b""
+        client.close()
+        await gone(made)
+        assert made.statistics().bodies == 0
+    assert shop.seen == ["/echo"]
+    assert len(shop.answered) == 1
+
+
+@pytest.mark.parametrize("leaves", ["close", "reset"])
+async def test_nothing_begins_for_a_client_that_has_left(shop: Shop, leaves: str) -> None:
+    async with open_server(shop.handle, quick=answer_pings, observer=shop.answered.append) as made:
+        client = Client.of(made)
+        client.transport.incoming += render("GET", "/echo") + render("GET", "/wait")
+        getattr(client, leaves)()
+        await gone(made)
+    assert "/wait" not in shop.seen
+
+
+async def test_nothing_more_is_said_after_the_answer_to_who_wants_no_other(shop: Shop) -> None:
+    async with open_server(shop.handle, quick=answer_pings, observer=shop.answered.append) as made:
+        client = Client.of(made)
+        client.send(render("GET", "/echo", headers=[(b"connection", b"close")]) + b"GET / HT")
+        assert (await client.receive_all()).count(b"HTTP/1.1 ") == 1
+        client.close()
+        await gone(made)
+    assert len(shop.answered) == 1
+
+
+async def test_a_client_that_asks_and_never_reads_is_given_up(shop: Shop) -> None:
+    limits = HttpLimits(max_unsent=10_000)
+    async with open_server(shop.handle, quick=answer_pings, limits=limits) as made:
+        client = Client.of(made, capacity=1000)
+        with trio.fail_after(5):
+            while made.statistics().connections:
+                client.send(render("POST", "/ping", b"x" * 500))
+                await trio.lowlevel.checkpoint()
+                assert made.statistics().unsent < 11_000
+        assert made.statistics().bodies == 0
 
 
 async def test_a_probe_beside_an_answer_under_way_is_not_taken(shop: Shop) -> None:
@@ -91,7 +130,15 @@ async def test_a_quick_answer_that_raises_is_a_500_and_no_more(
         assert (await other.request("GET", "/ping")).status == 200
         assert made.statistics().bodies == 0
     assert [each.ending for each in shop.answered][1] is Ending.FAILED
-    assert "the quick answer failed" in caplog.text
+    assert "the handler failed" in caplog.text
+
+
+async def test_a_quick_answer_that_says_nothing_is_a_500(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_server(shop.handle, quick=lambda *_: True) as made:
+        assert (await Client.of(made).request("GET", "/ping")).status == 500
+    assert "returned without having finished" in caplog.text
 
 
 class Unwatched(MemoryTransport):
