@@ -16,7 +16,8 @@ from dpkit.config.units import parse_duration
 from dpkit.errors import ModelNotFound, ModelUnsupported
 from dpkit.serve.chunks import encode
 from dpkit.serve.decoding import decode_body
-from dpkit.serve.errors import JSON, ApiError, bad_request
+from dpkit.serve.errors import ApiError, bad_request
+from dpkit.serve.heads import JSON
 
 if TYPE_CHECKING:
     from dpkit.serve.face import Request, Responder

@@ -16,8 +16,9 @@ import trio
 from dpkit.errors import ClusterClosed, Draining, RequestRejected
 from dpkit.serve.choices import Choice, StreamedChoice
 from dpkit.serve.chunks import Kind, Usage, error_event
-from dpkit.serve.errors import JSON, api_error, cut_off
+from dpkit.serve.errors import api_error, cut_off
 from dpkit.serve.face import Ending
+from dpkit.serve.heads import JSON
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

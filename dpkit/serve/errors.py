@@ -14,17 +14,16 @@ import msgspec
 
 from dpkit.errors import ClusterClosed, DpkitError, PolicyFailed, TryLater
 from dpkit.logs import about
+from dpkit.serve.heads import JSON, error_fields
 
 if TYPE_CHECKING:
     from dpkit.serve.face import Headers, Responder
 
-JSON = (b"content-type", b"application/json")
 SHUTDOWN = "shutdown"
 """Code of what a server says that is stopping."""
 
 _log = logging.getLogger(__name__)
 
-_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 _RETRY_S = 1.0
 """What is said to a client whose engine was lost, say: the others take it at once."""
 
@@ -71,10 +70,7 @@ class ApiError(Exception):
     @property
     def fields(self) -> dict[str, Any]:
         """What stands under ``error``."""
-        kind = _KINDS.get(self.status)
-        if kind is None:
-            kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return error_fields(self.status, str(self), code=self.code, param=self.param)
 
     @property
     def body(self) -> bytes:

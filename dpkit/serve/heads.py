@@ -9,16 +9,18 @@ import json
 import time
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpkit.serve.face import Headers
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+JSON = (b"content-type", b"application/json")
 RETRY_AFTER = (b"retry-after", b"1")
 _LINES = {int(each): b"HTTP/1.1 %d %b\r\n" % (each, each.phrase.encode()) for each in HTTPStatus}
 _OWN = {b"date", b"server", b"connection", b"transfer-encoding", b"x-request-id"}
 _NO_BODY = {204, 304}
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class HeadWriter:
@@ -79,14 +81,14 @@ def has_body(status: int) -> bool:
     return status not in _NO_BODY
 
 
+def error_fields(
+    status: int, message: str, *, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """What an error says under ``error``, in the form that clients of OpenAI's API understand."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"message": message, "type": kind, "param": param, "code": code}
+
+
 def error_body(status: int, message: str) -> bytes:
-    """What an error says, in the form that clients of OpenAI's API understand."""
-    if status in {429, 503}:
-        kind = "overloaded_error"
-    else:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return json.dumps({"error": error}).encode()
-
-
-JSON = (b"content-type", b"application/json")
+    """The whole body of an error of the server's own."""
+    return json.dumps({"error": error_fields(status, message)}).encode()

@@ -12,8 +12,9 @@ import msgspec
 
 from dpkit.serve.chunks import encode
 from dpkit.serve.decoding import decode_body
-from dpkit.serve.errors import JSON, bad_request
+from dpkit.serve.errors import bad_request
 from dpkit.serve.generation import read
+from dpkit.serve.heads import JSON
 from dpkit.serve.requests import Message, plain_messages
 
 if TYPE_CHECKING:

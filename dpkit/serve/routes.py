@@ -12,7 +12,8 @@ from attrs import frozen
 
 from dpkit.serve import admin, generation, openai, status
 from dpkit.serve.chunks import encode
-from dpkit.serve.errors import JSON, ApiError, api_error
+from dpkit.serve.errors import ApiError, api_error
+from dpkit.serve.heads import JSON
 from dpkit.serve.openapi import document
 from dpkit.serve.requests import ChatBody, CompletionBody
 

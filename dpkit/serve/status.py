@@ -14,8 +14,8 @@ import trio
 from dpkit import __version__
 from dpkit.messages import EngineId
 from dpkit.serve.chunks import encode
-from dpkit.serve.errors import JSON
 from dpkit.serve.front import State
+from dpkit.serve.heads import JSON, RETRY_AFTER
 
 if TYPE_CHECKING:
     from dpkit.nursery.cluster import Cluster
@@ -35,7 +35,7 @@ def ready(front: Front, request: Request, responder: Responder) -> None:  # noqa
     if front.state is State.READY:
         responder.respond(200, (JSON,), encode(told))
     else:
-        responder.respond(503, (JSON, (b"retry-after", b"1")), encode(told))
+        responder.respond(503, (JSON, RETRY_AFTER), encode(told))
 
 
 def tell_version(front: Front, request: Request, responder: Responder) -> None:  # noqa: ARG001

@@ -253,7 +253,8 @@ async def test_a_request_that_drips_in_is_refused_in_time(
             client.send(bytes([byte]))
             await trio.sleep(5 if b"GET" in data else 0.5)
         reply = await client.reply()
-        assert (reply.status, json.loads(reply.body)["error"]["code"]) == (408, 408)
+        error = json.loads(reply.body)["error"]
+        assert (reply.status, error["type"]) == (408, "invalid_request_error")
         assert 0 <= trio.current_time() - start - LIMITS.receive_timeout <= TICK + 5
         client.close()
         await trio.sleep(1)
