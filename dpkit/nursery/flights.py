@@ -191,20 +191,20 @@ class Flights:
             return
         if output.error is not None and self._try_elsewhere(flight, output.error):
             return
-        if output.token_ids and not flight.answered:
+        is_first = bool(output.token_ids) and not flight.answered
+        if is_first and flight.placement is not None:
             flight.answer(output)
-            if flight.placement is not None:
-                self._dispatch.on_answered(flight.placement)
-                self.line.on_answered(flight)
-            self._membership.on_success(engine)
-            if self.line:
-                self.fill()  # of an engine that does not report, this is the news
+            self._dispatch.on_answered(flight.placement)
+            self.line.on_answered(flight)
         receiver = flight.receiver
         receiver.delivered += output.token_ids
         if output.finish_reason is None and not receiver.scans:
             receiver.deliver(output)
         else:
             self._finish(flight, output)
+        if is_first:  # now others may be sent there, and that may find the engine gone
+            self._membership.on_success(engine)
+            self.fill()  # of an engine that does not report, this is the news
 
     def _finish(self, flight: Flight, output: EngineOutput) -> None:
         """Deliver what ends its request, or may: once its receiver hears it, the books say so."""

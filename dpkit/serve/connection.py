@@ -117,6 +117,8 @@ class Connection:
                     return  # before it began: the server stops, or needed the room
                 if self.is_one_too_many:
                     self._refuse(503, "there are too many connections: try again later")
+                    if self._is_closed():  # it has left
+                        return
                 self._transport.attach(self._ready)
                 # Most clients send with the connection: a probe need not wait for two more rounds
                 # of the loop, which may be long.
@@ -130,6 +132,9 @@ class Connection:
         finally:
             self.close()
             self._site.room.give_back(self._held)
+            # Requests, and bodies with them, go now, and need no garbage collector.
+            self._current = self._latest = None
+            self.outgoing.let_go()
 
     # What the server asks for. None of these waits.
 
@@ -198,6 +203,9 @@ class Connection:
         events = self._parser.feed(data)
         is_alone = len(events) == 1 and not self._parser.receiving
         for number, event in enumerate(events):
+            if self._is_closed():
+                self._drop(events[number:])
+                return
             if (responder := self._unanswered()) is not None:
                 self._take_no_more(responder)
                 self._drop(events[number:])
@@ -301,6 +309,8 @@ class Connection:
     def _settle(self, responder: HttpResponder) -> None:
         if not responder.is_finished and self.phase is not Phase.CLOSED:
             self._conclude(responder)
+        if self._latest is responder:  # an idle connection must not keep the body
+            self._latest = None
         size = len(responder.request.body)
         self._held -= size
         self._site.room.give_back(size)

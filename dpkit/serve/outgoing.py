@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     Spawn = Callable[[Callable[[], Awaitable[None]]], None]
 
 
+def nothing(*_: object) -> None:
+    """Nobody is there any more."""
+
+
 class Outgoing:
     """The bytes on their way to one client.
 
@@ -83,6 +87,10 @@ class Outgoing:
         self._waiting.clear()
         self._callbacks.clear()
         self._drained.unpark_all()
+
+    def let_go(self) -> None:
+        """Forget the connection, which is over."""
+        self._spawn = self._on_broken = nothing
 
     def _break(self) -> None:
         self.drop()

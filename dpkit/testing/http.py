@@ -75,7 +75,13 @@ class MemoryTransport:
         self._on_ready: Callable[[], None] | None = None
 
     def attach(self, on_ready: Callable[[], None]) -> None:
-        """As `Transport` says."""
+        """As `Transport` says.
+
+        Raises:
+            ValueError: it is closed, as a socket's descriptor is gone then.
+        """
+        if self.is_closed:
+            raise ValueError("a closed transport cannot be attached")
         self._on_ready = on_ready
         self.notify()
 

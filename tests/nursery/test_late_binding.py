@@ -27,7 +27,7 @@ from dpkit.errors import (
     RequestRejected,
 )
 from dpkit.messages import EngineId, EngineOutput, Room
-from dpkit.names import Binding, Cause
+from dpkit.names import Binding, Cause, FinishReason
 from dpkit.nursery.client import Client
 from dpkit.nursery.cluster import Cluster, open_cluster
 from dpkit.nursery.events import EventLog
@@ -322,10 +322,26 @@ class SilentLink:
         on_taken(self.engine, ())
 
 
-async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news(
-    autojump_clock,
-) -> None:
-    ledger, link = Ledger(), SilentLink(EngineId("e0"))
+class DyingLink(SilentLink):
+    """An engine that turns out to be gone when it is sent a second request."""
+
+    flights: Flights
+
+    def submit(self, request: GenerateRequest) -> None:
+        if not self.has:
+            super().submit(request)
+            return
+        error = EngineLost("it is gone", engine=self.engine)
+        while self.has:
+            reason = FinishReason.ERROR
+            output = EngineOutput(request_id=self.has.pop(), finish_reason=reason, error=error)
+            self.flights.deliver(self.engine, output)
+        raise error
+
+
+def client_of(link: SilentLink) -> tuple[Client, Flights]:
+    """A client of this one engine."""
+    ledger = Ledger()
     view = LoadView((), ledger)
     membership = Membership(Health(BalancerConfig()))
     dispatch = make_dispatch(ledger, view, load_policy("expected_ttft"), Binding.LATE)
@@ -340,6 +356,30 @@ async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news(
         return link
 
     membership.join(link.engine, 0, make_link, room)
+    return client, flights
+
+
+async def test_a_token_is_told_once_though_its_engine_is_found_gone_upon_it(
+    autojump_clock: object,
+) -> None:
+    link = DyingLink(EngineId("e0"))
+    client, link.flights = client_of(link)
+    got: list[EngineOutput] = []
+    asked = [client.submit([n] * 8, sink=got.append, max_tokens=9) for n in range(2)]
+    output = EngineOutput(request_id=asked[0].request_id, token_ids=(1,))
+    link.flights.deliver(link.engine, output)
+    assert [each.token_ids for each in got if each.request_id == asked[0].request_id] == [(1,), ()]
+    assert asked[0].finish_reason is FinishReason.ERROR, "it had begun, and is not resumed"
+    for each in asked:
+        each.close()
+    assert client.audit() == ()
+
+
+async def test_of_an_engine_that_reports_nothing_the_first_token_is_the_news(
+    autojump_clock,
+) -> None:
+    link = SilentLink(EngineId("e0"))
+    client, flights = client_of(link)
     asked = [client.submit([n] * 8, sink=lambda _: None, max_tokens=9) for n in range(3)]
     first, second, third = (each.request_id for each in asked)
     assert link.has == [first]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
+import trio.testing
 
 from dpkit.serve.face import Ending
 from dpkit.serve.limits import HttpLimits
@@ -155,3 +158,37 @@ async def test_what_came_with_the_connection_waits_for_nobody_to_tell_of_it(shop
         made.connect(transport)
         with trio.fail_after(5):
             assert (await Client(transport).receive()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_an_idle_connection_keeps_nothing_of_the_request_before() -> None:
+    kept: list[weakref.ref[Request]] = []
+
+    async def answer(request: Request, responder: Responder) -> None:
+        kept.append(weakref.ref(request))
+        responder.respond(200, (), b"")
+
+    gc.disable()
+    try:
+        async with open_server(answer) as made:
+            client = Client.of(made)
+            for _ in range(2):
+                assert (await client.request("POST", "/", b"x" * 1000)).status == 200
+            await trio.testing.wait_all_tasks_blocked()
+            assert made.statistics().idle == 1
+            assert [each() for each in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+async def test_one_too_many_that_leaves_at_once_is_no_fault(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_server(shop.handle, limits=HttpLimits(max_connections=1)) as made:
+        first = Client.of(made)
+        first.send(render("GET", "/wait"))
+        await trio.testing.wait_all_tasks_blocked()
+        Client.of(made).reset()
+        await trio.testing.wait_all_tasks_blocked()
+        shop.gate.set()
+        assert (await first.reply()).status == 200
+    assert "fault" not in caplog.text
