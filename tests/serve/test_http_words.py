@@ -276,3 +276,10 @@ async def test_a_client_in_memory_notices_a_reset() -> None:
     client.transport.close(reset=True)
     with pytest.raises(ConnectionResetError, match="the server has reset the connection"):
         await client.receive()
+
+
+def test_a_connection_in_memory_that_is_closed_cannot_be_attached() -> None:
+    transport = MemoryTransport()
+    transport.close()
+    with pytest.raises(ValueError, match="a closed transport cannot be attached"):
+        transport.attach(lambda: None)
