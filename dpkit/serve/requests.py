@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _COMPLETION_TOKENS = 16  # OpenAI's default, and vLLM's
 
-# Far beyond what clients send (OpenAI takes four strings). Each output has copies, and is searched
+# Far beyond what clients send (OpenAI takes four strings). Each answer is searched
 # for every string with each of its tokens.
 _Stop: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 _Stops: TypeAlias = Annotated[list[_Stop], msgspec.Meta(max_length=64)]
