@@ -15,7 +15,8 @@ from dpkit.serve.decoding import decode_body
 from dpkit.serve.errors import bad_request
 from dpkit.serve.generation import read
 from dpkit.serve.heads import JSON
-from dpkit.serve.requests import Message, plain_messages
+from dpkit.serve.messages import Message, plain_messages, read_messages
+from dpkit.serve.unread import BodyReader
 
 if TYPE_CHECKING:
     from dpkit.nursery.prompts import Prompt
@@ -67,7 +68,7 @@ def _model(front: Front) -> dict[str, Any]:
 
 async def tokenize(front: Front, request: Request, responder: Responder) -> None:
     """Answer with the token ids of a text or a conversation."""
-    asked = await read(partial(decode_body, _TOKENIZE), request.body)
+    asked = await read(_TOKENIZE.read, request.body)
     front.check_model(asked.model)
     tokens = await front.encode(_prompt(asked))
     told = {"count": len(tokens), "max_model_len": front.cluster.longest, "tokens": tokens}
@@ -89,5 +90,5 @@ async def detokenize(front: Front, request: Request, responder: Responder) -> No
     responder.respond(200, (JSON,), encode({"prompt": await front.decode(asked.tokens)}))
 
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_TOKENIZE = BodyReader(TokenizeBody, (), messages=read_messages)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)

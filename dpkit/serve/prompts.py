@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dpkit.nursery.prompts import too_many
-from dpkit.sampling import shown
+from dpkit.sampling import MOST_TOKENS, shown
 from dpkit.serve.decoding import decode_body
 from dpkit.serve.errors import bad_request
 
@@ -27,9 +27,11 @@ _AT_ONCE = 64 * 1024
 
 _TOKENS = re.compile(rb"\s*\[\s*-?\d")
 _ROWS_OF_TOKENS = re.compile(rb"\s*\[\s*\[")
+_STRINGS = re.compile(rb"\s*\[\s*\"")
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _ROWS = msgspec.json.Decoder(list[msgspec.Raw])
+_TEXTS = msgspec.json.Decoder(str | list[str])
 
 
 def read_prompts(told: msgspec.Raw, most: int | None) -> tuple[Prompt, ...]:
@@ -43,15 +45,24 @@ def read_prompts(told: msgspec.Raw, most: int | None) -> tuple[Prompt, ...]:
         ApiError: 400, they are nothing of the kind, or have too many tokens.
     """
     json = bytes(told) or b"null"
-    if most is None or len(json) <= _AT_ONCE:
+    if len(json) <= _AT_ONCE:
         return _prompts(decode_body(_ANY, json))
+    most = MOST_TOKENS if most is None else most
     if _TOKENS.match(json):
         _check(json, most)
-    elif _ROWS_OF_TOKENS.match(json):
-        if (count := json.count(b"[") - 1) > MOST_ANSWERS:
-            raise bad_request(f"{count} prompts are more than {MOST_ANSWERS} answers", "prompt")
+        return _prompts(decode_body(_ANY, json))
+    if _ROWS_OF_TOKENS.match(json):
+        _refuse_many(json.count(b"[") - 1)
         return _prompts([_row(row, most) for row in decode_body(_ROWS, json)])
-    return _prompts(decode_body(_ANY, json))
+    if _STRINGS.match(json):
+        # Two quotes a string, or one if a backslash ends it: no more are told than there are.
+        _refuse_many((json.count(b'"') - json.count(b'\\"')) // 2)
+    return _prompts(decode_body(_TEXTS, json, "prompt"))
+
+
+def _refuse_many(count: int) -> None:
+    if count > MOST_ANSWERS:
+        raise bad_request(f"{count} prompts are more than {MOST_ANSWERS} answers", "prompt")
 
 
 def _row(told: msgspec.Raw, most: int) -> Any:

@@ -12,18 +12,26 @@ import msgspec
 from attrs import evolve, fields, frozen
 
 from dpkit.sampling import MOST_TOKENS, SamplingParams
-from dpkit.serve.decoding import decode_body
 from dpkit.serve.errors import bad_request
+from dpkit.serve.messages import Message, plain_messages, read_messages
 from dpkit.serve.prompts import MOST_ANSWERS, read_prompts
+from dpkit.serve.unread import BodyReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from dpkit.nursery.prompts import Prompt
 
     CheckModel: TypeAlias = Callable[[str | None], None]
 
 _COMPLETION_TOKENS = 16  # OpenAI's default, and vLLM's
+
+# Far beyond what clients send (OpenAI takes four strings). Each answer is searched
+# for every string with each of its tokens.
+_Stop: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+_Stops: TypeAlias = Annotated[list[_Stop], msgspec.Meta(max_length=64)]
+_Ids: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=1024)]
+_Biases: TypeAlias = Annotated[dict[int, float], msgspec.Meta(max_length=1024)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -47,13 +55,13 @@ class _Body(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     seed: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: _Stop | _Stops | None = None
+    stop_token_ids: _Ids | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: _Biases | None = None
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
@@ -89,20 +97,6 @@ class _UnreadCompletionBody(CompletionBody, kw_only=True):
     """The same as it is read at first: of prompts there may be more than is worth the time."""
 
     prompt: msgspec.Raw = msgspec.Raw()
-
-
-class ContentPart(msgspec.Struct):
-    """A piece of a message."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct):
-    """One message of a conversation."""
-
-    role: str
-    content: str | list[ContentPart] | None = None
 
 
 class ChatBody(_Body, kw_only=True):
@@ -164,7 +158,7 @@ def read_completion(
     Raises:
         ApiError: 400, with the field that is wrong. What `check_model` raises.
     """
-    asked = decode_body(_COMPLETION, body)
+    asked = _COMPLETION.read(body)
     check_model(asked.model)
     if asked.best_of not in {None, 1} and asked.best_of != asked.n:
         raise bad_request(
@@ -191,7 +185,7 @@ def read_completion(
 
 def read_chat(body: bytes, check_model: CheckModel = _any_model) -> Order:
     """Read a body of ``/v1/chat/completions``; as `read_completion` otherwise."""
-    asked = decode_body(_CHAT, body)
+    asked = _CHAT.read(body)
     check_model(asked.model)
     if asked.tool_choice not in (None, "none", "auto"):
         raise bad_request("no tool can be called here; leave tool_choice out", "tool_choice")
@@ -210,28 +204,6 @@ def read_chat(body: bytes, check_model: CheckModel = _any_model) -> Order:
         max_tokens_field=field,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )
-
-
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Make messages what chat templates take.
-
-    Raises:
-        ApiError: 400, one has what is no text.
-    """
-    return [_message(index, message) for index, message in enumerate(messages)]
-
-
-def _message(index: int, message: Message) -> dict[str, str]:
-    content = message.content
-    if isinstance(content, list):
-        for number, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                where = f"messages[{index}].content[{number}]"
-                raise bad_request(f"{where}: only text is understood here, not {part.type}", where)
-        content = "".join(part.text or "" for part in content)
-    # What OpenAI calls developer, templates know as system.
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content or ""}
 
 
 def _order(
@@ -287,8 +259,6 @@ def _sampling(
         raise bad_request(str(error), name if name in _FIELDS else None) from None
 
 
-_COMPLETION = msgspec.json.Decoder(_UnreadCompletionBody)
-_CHAT = msgspec.json.Decoder(ChatBody)
 _GRAMMARS = (
     "response_format",
     "structured_outputs",
@@ -296,6 +266,11 @@ _GRAMMARS = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+)
+_BOUNDED = ("stop", "stop_token_ids", "logit_bias", *_GRAMMARS)
+_COMPLETION = BodyReader(_UnreadCompletionBody, (*_BOUNDED, "suffix"))
+_CHAT = BodyReader(
+    ChatBody, (*_BOUNDED, "tool_choice", "functions", "audio"), messages=read_messages
 )
 _FIELDS = {attribute.name for attribute in fields(SamplingParams)}
 _TOLD = ("logprobs", "prompt_logprobs")
