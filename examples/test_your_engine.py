@@ -1,6 +1,7 @@
-"""Test your own model as dpkit tests its own. Alone among the examples it needs pytest.
+"""Test your own model as dpkit tests its own. Alone among the examples it needs pytest, and
+within this repository the two plugins that dpkit's own tests are configured for.
 
-Get it:  pip install pytest
+Get it:  pip install pytest pytest-timeout pytest-trio
 Run it:  pytest examples/test_your_engine.py
 
 The model is yours; everything else comes from `dpkit.testing`. Nothing here takes real time: all of
