@@ -151,6 +151,10 @@ class NoEngineReady(DpkitError):  # noqa: N818
     retryable = True
 
 
+NO_BUGS = (ConfigError, ModelNotFound, ModelUnsupported, OutOfMemory)
+"""What a user or the machine is to mend: the words say it all, and a traceback nothing more."""
+
+
 def reason(cause: BaseException) -> str:
     """Why an engine is lost, to stand after the words that it is: nothing is said twice."""
     if isinstance(cause, EngineLost):
