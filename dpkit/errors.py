@@ -83,7 +83,8 @@ class ModelFailed(DpkitError):  # noqa: N818
 class PolicyFailed(DpkitError):  # noqa: N818
     """A balancing policy raised (its author's): the message names it and the method, and says what.
 
-    `__cause__` is what it raised, unless that was a `DpkitError`, which is raised as it is.
+    Likewise if it picked no engine. `__cause__` is what it raised, unless that was a `DpkitError`,
+    which is raised as it is.
     """
 
 
