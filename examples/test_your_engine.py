@@ -1,5 +1,6 @@
-"""Test your own model as dpkit tests its own. Alone among the examples it needs pytest, and
-within this repository the two plugins that dpkit's own tests are configured for.
+"""Test your own model as dpkit tests its own. Alone among the examples it needs pytest.
+
+The two plugins are for dpkit's own settings of pytest, which hold wherever this repository is.
 
 Get it:  pip install pytest pytest-timeout pytest-trio
 Run it:  pytest examples/test_your_engine.py

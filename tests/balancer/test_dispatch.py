@@ -173,6 +173,8 @@ def test_a_policy_that_picks_no_engine_is_told_so(make_client: MakeClient, index
 
 
 class Patient(Scripted):
+    """Takes its time."""
+
     async def pick(  # type: ignore[override]
         self, request: GenerateRequest, view: LoadView
     ) -> int:
