@@ -1,9 +1,9 @@
 """What Ctrl-C, SIGTERM and SIGHUP do to a run: finish, stop, be gone; read the file again.
 
 The first stop signal asks to finish what is under way, the second to stop at once, the third ends
-the process. SIGHUP asks to read the file again, or, when it is the terminal that is gone, to finish
-what is under way. Handlers are plain ones, not Trio's: they must work also while a step hangs on Trio's
-thread. Knows nothing of clusters.
+the process. SIGHUP asks to read the file again, or, when the terminal is gone, is as the first.
+Handlers are plain ones, not Trio's: they must work also while a step hangs on Trio's thread. Knows
+nothing of clusters.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Signals:
             self.end_within(self.kill_after)
         self._wake()
 
-    def _hang_up(self, signum: int, frame: FrameType | None) -> None:
+    def _hang_up(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._had_terminal and not _has_terminal():
             if not self.stops:  # a shell tells again what the kernel has told
                 self._stop(signal.SIGTERM, frame)
