@@ -83,7 +83,8 @@ class ModelFailed(DpkitError):  # noqa: N818
 class PolicyFailed(DpkitError):  # noqa: N818
     """A balancing policy raised (its author's): the message names it and the method, and says what.
 
-    `__cause__` is what it raised, unless that was a `DpkitError`, which is raised as it is.
+    Likewise if it picked no engine. `__cause__` is what it raised, unless that was a `DpkitError`,
+    which is raised as it is.
     """
 
 
@@ -149,6 +150,10 @@ class NoEngineReady(DpkitError):  # noqa: N818
 
     http_status = 503
     retryable = True
+
+
+NO_BUGS = (ConfigError, ModelNotFound, ModelUnsupported, OutOfMemory)
+"""What a user or the machine is to mend: the words say it all, and a traceback nothing more."""
 
 
 def reason(cause: BaseException) -> str:

@@ -1,6 +1,8 @@
 """Test your own model as dpkit tests its own. Alone among the examples it needs pytest.
 
-Get it:  pip install pytest
+The two plugins are for dpkit's own settings of pytest, which hold wherever this repository is.
+
+Get it:  pip install pytest pytest-timeout pytest-trio
 Run it:  pytest examples/test_your_engine.py
 
 The model is yours; everything else comes from `dpkit.testing`. Nothing here takes real time: all of

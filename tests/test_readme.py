@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,19 @@ def test_every_file_that_the_readme_names_is_there() -> None:
     named = re.findall(r"`((?:docs|examples|tests|dpkit)/[\w./-]*)`", prose(PAGES[0]))
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_readme_names_every_example() -> None:
+    shown = prose(PAGES[0])
+    names = [path.name for path in (ROOT / "examples").iterdir() if not path.name.startswith("_")]
+    assert [name for name in names if name not in shown] == []
+
+
+def test_the_readme_gets_all_that_pytest_is_configured_for() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    dev = settings["project"]["optional-dependencies"]["dev"]
+    needed = {each.partition(">")[0] for each in dev if each.startswith("pytest")}
+    for page in (PAGES[0], ROOT / "examples" / "test_your_engine.py"):
+        got = re.search(r"pip install (pytest[\w -]*)", page.read_text())
+        assert got, page
+        assert set(got[1].split()) == needed, page

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from inspect import iscoroutine
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn
 
 from attrs import define
@@ -168,8 +169,8 @@ class EarlyDispatch:
         Error handling:
             NoEngineReady: no engine may be picked now, or not the one that the request names.
             RequestRejected: the request names an engine that does not exist, or its id is still
-            in flight on a life that has left the view. DpkitError: the policy returned no valid
-            index. PolicyFailed: it raised. In each case nothing is charged.
+            in flight on a life that has left the view. PolicyFailed: the policy raised, or returned
+            no valid index. In each case nothing is charged.
         """
         if (held := self._ledger.find(request.request_id)) is not None:
             return self._join(request, held, now)
@@ -328,11 +329,14 @@ class EarlyDispatch:
         # The engine says what is wrong with a request that is too long for all.
         return min(fit, key=lambda i: policy.score(request, i, view) or 0.0, default=index)
 
-    def _nowhere(self, request: GenerateRequest, index: int) -> DpkitError:
-        return DpkitError(
-            f"cannot place request {request.request_id}: policy {self._rule} picked engine "
-            f"{index} of {len(self._view.engines)}; `pick` must return an index into "
-            "`view.engines`",
+    def _nowhere(self, request: GenerateRequest, picked: object) -> PolicyFailed:
+        words = f"engine {picked!r} of {len(self._view.engines)}; `pick` must"
+        if iscoroutine(picked):
+            picked.close()  # nobody will await it, and Python would warn of that
+            words = "a coroutine; `pick` must not be async: it must"
+        return PolicyFailed(
+            f"cannot place request {request.request_id}: policy {self._rule} picked {words} return "
+            "an index into `view.engines`",
             request_id=request.request_id,
         )
 

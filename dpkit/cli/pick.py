@@ -20,11 +20,14 @@ from dpkit.balancer.late import LateDispatch, make_dispatch, usual_binding
 from dpkit.balancer.ledger import Ledger
 from dpkit.balancer.policies import load_policy
 from dpkit.balancer.view import LoadView
+from dpkit.engine.checks import size_problem
+from dpkit.engine.limits import EngineLimits
+from dpkit.errors import RequestRejected
 from dpkit.messages import EngineId, GenerateRequest, Room, SamplingParams, Snapshot, StepReport
 from dpkit.names import Binding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dpkit.abc import Policy
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from dpkit.config.schema import Config
 
 READY = "ready"
+
+_MOST = 10_000_000
+"""Tokens of a prompt: more than any model takes, and made within a second."""
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,6 +112,8 @@ def read_request(text: str) -> GenerateRequest:
     try:
         asked = msgspec.json.decode(text, type=Asked)
         tokens = asked.prompt_tokens
+        if isinstance(tokens, int) and tokens > _MOST:
+            raise ValueError(f"no prompt has {tokens:,} tokens, {_MOST:,} at most")  # noqa: TRY301 - likewise
         prompt = tuple(range(tokens) if isinstance(tokens, int) else tokens)
         if not prompt:
             raise ValueError("the prompt has no token")  # noqa: TRY301 - said like all else
@@ -147,8 +155,13 @@ def dry_run(
     """Pick as the first client would, or the arbiter of several, with parts that are their own.
 
     Raises:
-        RequestRejected: the request names an engine that is not there. What the policy raises.
+        RequestRejected: the request names an engine that is not there, or the one that it would go
+        to would refuse it as too long. What the policy raises.
     """
+    ready = [(rank, each) for rank, each in enumerate(state.engines) if each.state == READY]
+    problems = {each.engine: _size_problem(each, groups, request) for _, each in ready}
+    if request.engine is None and all(problems.values()):  # no policy need look at such a prompt
+        _refuse(problems, max(ready, key=lambda known: _holds(known[1], groups))[1].engine)
     binding = config.balancer.bound or usual_binding(config.balancer.policy)
     is_late = binding is Binding.LATE  # then one knows what all have sent
     count = 1 if is_late else max(1, len(state.clients))
@@ -156,7 +169,6 @@ def dry_run(
     ledger = Ledger()
     view = LoadView((), ledger, client_count=count)
     dispatch = make_dispatch(ledger, view, policy, binding)
-    ready = [(rank, each) for rank, each in enumerate(state.engines) if each.state == READY]
     for rank, each in ready:
         dispatch.add(_id(each.engine), rank, _room(each, groups))
     told = state.clients if is_late else state.clients[:1]
@@ -175,6 +187,7 @@ def dry_run(
         pin = None if request.engine is None else dispatch.index_of(request.engine)
         index = dispatch.open_pass().offer(dispatch.prepare(request), pin)
     placement = dispatch.place(request)
+    _refuse(problems, str(placement.engine))
     return Pick(
         rule=placement.reason.rule,
         engine=str(placement.engine),
@@ -214,18 +227,56 @@ def _id(shown: str) -> EngineId:
     return EngineId(name, int(epoch) if epoch.isdigit() else 0)
 
 
-def _room(engine: _Engine, groups: Sequence[GroupFacts]) -> Room | None:
-    """What an engine can hold and do at once, by the group that it is named after."""
+def _group(engine: _Engine, groups: Sequence[GroupFacts]) -> GroupFacts | None:
+    """The one that an engine is named after."""
     name = _id(engine.engine).name.rpartition("-")[0]
-    for group in groups:
-        if group.name == name and group.kv and group.max_num_seqs and group.max_num_batched_tokens:
-            return Room(
-                tokens_per_step=group.max_num_batched_tokens,
-                requests=group.max_num_seqs,
-                kv_tokens=group.kv.tokens,
-                has_prefix_cache=group.prefix_cache,
-            )
+    return next((group for group in groups if group.name == name), None)
+
+
+def _room(engine: _Engine, groups: Sequence[GroupFacts]) -> Room | None:
+    """What an engine can hold and do at once, as far as that is known."""
+    group = _group(engine, groups)
+    if group and group.kv and group.max_num_seqs and group.max_num_batched_tokens:
+        return Room(
+            tokens_per_step=group.max_num_batched_tokens,
+            requests=group.max_num_seqs,
+            kv_tokens=group.kv.tokens,
+            has_prefix_cache=group.prefix_cache,
+        )
     return None
+
+
+def _limits(engine: _Engine, groups: Sequence[GroupFacts]) -> EngineLimits | None:
+    """What bounds a request's length, as far as that is known."""
+    group = _group(engine, groups)
+    if not (group and group.kv and group.max_num_seqs and group.max_num_batched_tokens):
+        return None
+    return EngineLimits(
+        max_num_seqs=group.max_num_seqs,
+        max_num_batched_tokens=group.max_num_batched_tokens,
+        block_size=group.kv.block_size,
+        num_blocks=group.kv.blocks,
+        max_model_len=group.max_model_len,
+    )
+
+
+def _size_problem(
+    engine: _Engine, groups: Sequence[GroupFacts], request: GenerateRequest
+) -> str | None:
+    limits = _limits(engine, groups)
+    return None if limits is None else size_problem(request, limits)
+
+
+def _holds(engine: _Engine, groups: Sequence[GroupFacts]) -> int:
+    """Tokens of the longest request that it takes."""
+    limits = _limits(engine, groups)
+    return 0 if limits is None else min(limits.kv_tokens, limits.max_model_len or limits.kv_tokens)
+
+
+def _refuse(problems: Mapping[str, str | None], engine: str) -> None:
+    """Say what the engine would, if it is that the request is too long."""
+    if (problem := problems.get(engine)) is not None:
+        raise RequestRejected(f"--pick: {engine} would refuse the request: {problem}")
 
 
 def pick_json(pick: Pick) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What Ctrl-C, SIGTERM and SIGHUP do to a run: finish, stop, be gone; read the file again.
 
 The first stop signal asks to finish what is under way, the second to stop at once, the third ends
-the process. Handlers are plain ones, not Trio's: they must work also while a step hangs on Trio's
-thread. Knows nothing of clusters.
+the process. SIGHUP asks to read the file again, or, when the terminal is gone, is as the first.
+Handlers are plain ones, not Trio's: they must work also while a step hangs on Trio's thread. Knows
+nothing of clusters.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Signals:
         self.kill_after = 0.0
         """Seconds from the second signal to the end of the process."""
         self._hangups = 0
+        self._had_terminal = _has_terminal()
         self._lot = trio.lowlevel.ParkingLot()
         self._token = trio.lowlevel.current_trio_token()
         self._former: dict[int, Any] = {}
@@ -91,6 +93,10 @@ class Signals:
         self._wake()
 
     def _hang_up(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if self._had_terminal and not _has_terminal():
+            if not self.stops:  # a shell tells again what the kernel has told
+                self._stop(signal.SIGTERM, frame)
+            return
         self._hangups += 1
         self._wake()
 
@@ -100,6 +106,15 @@ class Signals:
     def _wake(self) -> None:
         with suppress(trio.RunFinishedError):
             self._token.run_sync_soon(self._lot.unpark_all)
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a controlling terminal, wherever its streams lead."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _tell(message: bytes) -> None:

@@ -18,6 +18,7 @@ from dpkit.config.layers import Source
 from dpkit.config.schema import EXTENDS
 from dpkit.errors import ConfigError
 
+_DEFAULT = "dpkit.toml"  # what commands read that are given no name
 _BOM = "\ufeff"  # the byte order mark that some editors put in front
 
 
@@ -102,7 +103,7 @@ def _read(filename: str, *, said_at: str = "") -> str:
     try:
         data = Path(filename).read_bytes()
     except FileNotFoundError:
-        hint = "" if said_at else "; name one, or write dpkit.toml"
+        hint = "; name one, or write dpkit.toml" if filename == _DEFAULT else ""
         raise ConfigError([f"{said_at}{name}: no such file{hint}"]) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", error)

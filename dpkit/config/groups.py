@@ -270,8 +270,9 @@ class EngineGroupConfig:
     dtype: Dtype = field(
         default=Dtype.AUTO,
         metadata=why(
-            "bfloat16 where the CPU is fast at it, else float32, which is exact everywhere. For "
-            "models with weights only."
+            "bfloat16 where the CPU is fast at it, else float32, which alone gives the same text "
+            "whatever the batch: under bfloat16 a repeated prompt, found in the cache, may go on "
+            "otherwise even at temperature 0. For models with weights only."
         ),
     )
     quant: Quant = field(

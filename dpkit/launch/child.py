@@ -16,7 +16,7 @@ import trio
 
 from dpkit.engine.limits import EngineLimits
 from dpkit.engine.models import load_model
-from dpkit.errors import EngineLost
+from dpkit.errors import NO_BUGS, EngineLost, describe
 from dpkit.launch.lifeline import watch_lifeline
 from dpkit.launch.records import RecordFormatter
 from dpkit.link.engine import Loaded, Place, serve_engine
@@ -104,6 +104,10 @@ def work(
     except EngineLost as error:  # by no fault of its own: there is nothing to trace
         print(error, file=sys.stderr)  # noqa: T201 - its last words, which the head hears
         raise SystemExit(LOST_WITH_ITS_GROUP) from None
+    except NO_BUGS as error:
+        _log.debug("engine %s failed", name, exc_info=True)
+        print(describe(error), file=sys.stderr)  # noqa: T201 - likewise
+        raise SystemExit(1) from None
     except Exception:  # noqa: BLE001 - a model's own, whatever it is: told in one record
         _log.exception("engine %s failed", name)
         raise SystemExit(1) from None

@@ -15,6 +15,7 @@ import trio
 from attrs import define, evolve
 
 from dpkit.errors import (
+    NO_BUGS,
     ClusterClosed,
     ConfigError,
     EngineLost,
@@ -71,9 +72,10 @@ class _Team(Observer):
     def failed(self, name: str, life: int, error: Exception) -> None:
         what = describe(error)
         # With its traceback once: a restart that fails likewise says nothing new. That of a process
-        # that ended elsewhere leads nowhere.
+        # that ended elsewhere leads nowhere, and what is no bug needs none.
         elsewhere = isinstance(error, EngineLost | LaunchFailed | WireError)
-        exc_info = None if what in self._told or elsewhere else error
+        is_clear = isinstance(error, NO_BUGS) and not _log.isEnabledFor(logging.DEBUG)
+        exc_info = None if what in self._told or elsewhere or is_clear else error
         self._told.add(what)
         model = self.slots[name].model_class
         message = "engine %s (%s) failed in its life %d: %s"

@@ -13,7 +13,7 @@ from dpkit.abc import HoldingPolicy, LoadView, Policy
 from dpkit.balancer.dispatch import HELD, PINNED, expected_tokens
 from dpkit.balancer.late import LateDispatch
 from dpkit.balancer.policies import load_policy
-from dpkit.errors import DpkitError, NoEngineReady, PolicyFailed, RequestRejected
+from dpkit.errors import NoEngineReady, PolicyFailed, RequestRejected
 from dpkit.messages import EngineId, GenerateRequest, Room, SamplingParams, Snapshot, StepReport
 from dpkit.names import PolicyName
 
@@ -159,11 +159,36 @@ def test_an_id_in_flight_on_a_dead_life_is_refused(make_client: MakeClient) -> N
         client.place("r")
 
 
-@pytest.mark.parametrize("index", [-1, 2])
-def test_a_policy_that_picks_no_engine_is_told_so(make_client: MakeClient, index: int) -> None:
+@pytest.mark.parametrize("index", [-1, 2, None, 1.0, True])
+def test_a_policy_that_picks_no_engine_is_told_so(make_client: MakeClient, index: Any) -> None:
     client = make_client(2, Scripted(index))
-    with pytest.raises(DpkitError, match=rf"Scripted picked engine {index} of 2"):
-        client.place()
+    with pytest.raises(PolicyFailed) as caught:
+        client.place("r")
+    assert str(caught.value) == (
+        f"cannot place request r: policy {__name__}:Scripted picked engine {index} of 2; `pick` "
+        "must return an index into `view.engines`"
+    )
+    assert caught.value.request_id == "r"
+    assert client.ledger.statistics().charged == 0
+
+
+class Patient(Scripted):
+    """Takes its time."""
+
+    async def pick(  # type: ignore[override]
+        self, request: GenerateRequest, view: LoadView
+    ) -> int:
+        return 0
+
+
+def test_a_policy_whose_pick_is_async_is_told_so(make_client: MakeClient) -> None:
+    client = make_client(2, Patient())
+    with pytest.raises(PolicyFailed) as caught:  # and no warning of a coroutine not awaited
+        client.place("r")
+    assert str(caught.value) == (
+        f"cannot place request r: policy {__name__}:Patient picked a coroutine; `pick` must not be "
+        "async: it must return an index into `view.engines`"
+    )
     assert client.ledger.statistics().charged == 0
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from dpkit.cli.main import main
 from dpkit.testing.tiny import write_tiny_directory
-
-if TYPE_CHECKING:
-    import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "dpkit.toml"
 BAD = Path(__file__).parents[1] / "config" / "bad"
@@ -33,6 +31,16 @@ def test_default_file_is_the_one_in_the_working_directory(
     out, err = capsys.readouterr()
     assert out == "dpkit.toml: ok: 1 engine of echo, policy kv_pressure\n"
     assert err == "error: dpkit.toml: no such file; name one, or write dpkit.toml\n"
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_who_named_a_file_is_not_told_to_name_one(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "mine.toml")
+    more = ["--trace", "azure-conv-2023", "--ttft", "1s"] if command == "plan" else []
+    assert main([command, file, *more]) == 2
+    assert capsys.readouterr().err == f"error: {file}: no such file\n"
 
 
 def test_every_problem_goes_to_stderr_with_exit_2(

@@ -33,8 +33,14 @@ ASKED = '{"prompt_tokens": 1000, "max_tokens": 50}'
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    def run(state: object, *flags: str, policy: str = "expected_ttft", code: int = 0) -> str:
-        (tmp_path / "dpkit.toml").write_text(CONFIG.format(policy=policy))
+    def run(
+        state: object,
+        *flags: str,
+        policy: str = "expected_ttft",
+        code: int = 0,
+        config: str = CONFIG,
+    ) -> str:
+        (tmp_path / "dpkit.toml").write_text(config.format(policy=policy))
         (tmp_path / "state.json").write_text(json.dumps(state))
         where = (str(tmp_path / "dpkit.toml"), "--state", str(tmp_path / "state.json"))
         assert main(["explain", *where, *flags]) == code
@@ -161,6 +167,7 @@ async def test_the_statistics_of_a_cluster_are_such_a_state(
         ("{", "Input data was truncated"),
         ('{"prompt_tokens": "many"}', "Expected `int | array`, got `str`"),
         ('{"prompt_tokens": 0}', "the prompt has no token"),
+        ('{"prompt_tokens": 100000000}', "no prompt has 100,000,000 tokens, 10,000,000 at most"),
         ('{"prompt_tokens": 5, "max_tokens": -1}', "max_tokens"),
         ('{"prompt_tokens": 5, "color": 1}', "Object contains unknown field `color`"),
     ],
@@ -191,6 +198,45 @@ def test_a_question_needs_both(run: Run) -> None:
 def test_an_engine_that_does_not_exist_is_told(run: Run) -> None:
     asked = '{"prompt_tokens": 5, "engine": "engine-7"}'
     assert "does not exist; the engines are engine-0" in run(state(0), "--pick", asked, code=1)
+
+
+@pytest.mark.parametrize("pin", ["", ', "engine": "engine-0"'])
+@pytest.mark.parametrize("policy", ["expected_ttft", "round_robin"])
+def test_a_request_that_is_too_long_is_refused_as_its_engine_would(
+    run: Run, policy: str, pin: str
+) -> None:
+    asked = f'{{"prompt_tokens": 9000000, "max_tokens": 20{pin}}}'
+    said = " ".join(run(state(0, 0), "--pick", asked, policy=policy, code=1).split())
+    assert said.startswith(
+        "error: --pick: engine-0 would refuse the request: 9000000 prompt tokens and max_tokens ="
+    )
+    assert " more than the " in said
+
+
+UNEQUAL = """
+    [[engines]]
+    name = "small"
+    model = "cost:h100-8b"
+    kv.num_blocks = 100
+    [[engines]]
+    name = "large"
+    model = "cost:h100-8b"
+    kv.num_blocks = 1000
+"""
+
+
+def test_a_request_that_fits_one_engine_goes_there_and_a_pin_to_another_is_refused(
+    run: Run,
+) -> None:
+    told = {"engines": [engine(0, engine="small-0"), engine(0, engine="large-0")]}
+    asked = '{"prompt_tokens": 2000, "max_tokens": 1'
+    said = run(told, "--pick", asked + "}", config=UNEQUAL)
+    assert said.startswith("A prompt of 2,000 tokens goes to large-0")
+    said = run(told, "--pick", asked + ', "engine": "small-0"}', config=UNEQUAL, code=1)
+    assert "small-0 would refuse the request: 2000 prompt" in said
+    assert "400 more than the KV cache's 1600 (100 blocks)" in said
+    said = run(told, "--pick", asked.replace("2", "20") + "}", config=UNEQUAL, code=1)
+    assert "large-0 would refuse the request: 20000 prompt" in said
 
 
 def test_neither_trio_nor_torch_is_imported(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -424,3 +425,35 @@ def test_metrics_are_told_by_the_name_that_clients_use(tmp_path) -> None:
         )
         assert any((total % rank).encode() in text for rank in "01")
         assert served.end(TERM)[0] == 0
+
+
+def test_a_terminal_that_is_closed_ends_it_as_sigterm_does(tmp_path: Path) -> None:
+    (tmp_path / "dpkit.toml").write_text(ECHO)
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, "run", str(tmp_path / "dpkit.toml")],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,  # or else it could have no terminal of its own
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        while b"http://" not in seen:
+            seen += os.read(ours, 1000)
+        process.send_signal(HUP)
+        while b"is in force" not in seen:
+            seen += os.read(ours, 1000)
+        os.close(ours)
+        try:
+            assert process.wait(30) == 0, "all that was asked is answered, as after SIGTERM"
+        finally:
+            process.kill()
+
+
+IN_A_TERMINAL = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from dpkit.cli.main import main
+sys.exit(main())
+"""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpkit.engine.models.echo import EchoModel
+from dpkit.errors import OutOfMemory
 from dpkit.messages import StepResult
 
 if TYPE_CHECKING:
@@ -132,6 +133,13 @@ class BreaksInAllocate(EchoModel):
         del num_blocks, block_size
         life = next(number for number in itertools.count() if first_time(f"life {number}"))
         raise MemoryError(f"no memory, life {life}")
+
+
+class Oversized(EchoModel):
+    """Finds its cache too large."""
+
+    def allocate(self, *, num_blocks: int, block_size: int) -> Any:
+        raise OutOfMemory(f"{num_blocks * block_size} tokens do not fit")
 
 
 class DiesInAllocate(EchoModel):

@@ -97,6 +97,22 @@ async def test_E04_G02_of_an_engine_that_never_comes_up_the_first_error_is_shown
             pytest.fail("an engine that cannot allocate is not ready")
 
 
+@pytest.mark.parametrize("kind", ["local", "process"])
+@pytest.mark.parametrize("level", ["warning", "debug"])
+async def test_what_is_no_bug_is_told_in_words_and_traced_only_at_debug(
+    caplog: pytest.LogCaptureFixture, kind: str, level: str
+) -> None:
+    caplog.set_level(level.upper(), "dpkit")
+    toml = group(model="Oversized", supervision=NO_RESTART, more="kv.num_blocks = 4")
+    config = make_config(
+        toml.replace('"process"', f'"{kind}"'), settings=f'log = {{ level = "{level}" }}'
+    )
+    with pytest.raises(ClusterNotStarted, match=r"OutOfMemory: 64 tokens do not fit"):
+        async with open_cluster(config):
+            pytest.fail("its cache does not fit")
+    assert ("Traceback" in caplog.text) == (level == "debug")
+
+
 @pytest.mark.parametrize("victim", [0, 1, 3])
 async def test_F09_G06_G07_whoever_is_killed_before_it_is_ready_is_missed_at_once(
     victim: int, flags: Path
