@@ -726,7 +726,9 @@ async def test_a_sink_may_ask_again_when_its_engine_is_lost(autojump_clock: obje
     assert _letters(got) == "ab" + "abcdef"
 
 
-@pytest.mark.parametrize("probe_ends", ["by a token", "by its last token", "by being closed"])
+@pytest.mark.parametrize(
+    "probe_ends", ["by a token", "by its last token", "by an empty answer", "by being closed"]
+)
 async def test_who_is_told_because_another_ends_may_close_that_other(
     autojump_clock: object, probe_ends: str
 ) -> None:
@@ -746,16 +748,16 @@ async def test_who_is_told_because_another_ends_may_close_that_other(
         if probe_ends == "by being closed":
             probe.close()
         else:
-            reason = FinishReason.LENGTH if "last" in probe_ends else None
-            output = EngineOutput(
-                request_id=probe.request_id, token_ids=(104,), finish_reason=reason
-            )
+            reason = None if "a token" in probe_ends else FinishReason.LENGTH
+            told = (104,) if "token" in probe_ends else ()
+            output = EngineOutput(request_id=probe.request_id, token_ids=told, finish_reason=reason)
             cluster._flights[0].deliver(EngineId("e0-0", 1), output)
         assert late.finish_reason is FinishReason.ERROR
         assert len(got) == ("token" in probe_ends), "its own, which came before"
         # What the test has the engine say last, it has not said: it goes on with that.
-        assert cluster.audit() == () or "last" in probe_ends
-        ended = Cause.LENGTH if "last" in probe_ends else Cause.CLIENT
+        has_ended = probe_ends in {"by its last token", "by an empty answer"}
+        assert cluster.audit() == () or has_ended
+        ended = Cause.LENGTH if has_ended else Cause.CLIENT
         causes = {Cause.ENGINE_LOST: 1, Cause.DEADLINE: 1, ended: 1}
         assert cluster.client.statistics().causes == causes
         await trio.sleep(10)
