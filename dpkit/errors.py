@@ -48,9 +48,15 @@ def untraced(error: E) -> E:
     """
     if not isinstance(error, DpkitError):
         return error
+    copy = bare(error)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def bare(error: E) -> E:
+    """The same error, one of ours: neither where it was raised, nor what it was raised for."""
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
-    copy.__cause__ = error.__cause__
     return copy
 
 

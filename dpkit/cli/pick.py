@@ -23,7 +23,7 @@ from dpkit.balancer.view import LoadView
 from dpkit.engine.checks import size_problem
 from dpkit.engine.limits import EngineLimits
 from dpkit.errors import RequestRejected
-from dpkit.messages import EngineId, GenerateRequest, Room, SamplingParams, Snapshot, StepReport
+from dpkit.messages import EngineId, GenerateRequest, SamplingParams, Snapshot, StepReport
 from dpkit.names import Binding
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ def dry_run(
     view = LoadView((), ledger, client_count=count)
     dispatch = make_dispatch(ledger, view, policy, binding)
     for rank, each in ready:
-        dispatch.add(_id(each.engine), rank, _room(each, groups))
+        limits = _limits(each, groups)
+        dispatch.add(_id(each.engine), rank, None if limits is None else limits.room)
     told = state.clients if is_late else state.clients[:1]
     for held in _held(told, {str(engine) for engine in view.engines}):
         dispatch.place(held)
@@ -227,28 +228,10 @@ def _id(shown: str) -> EngineId:
     return EngineId(name, int(epoch) if epoch.isdigit() else 0)
 
 
-def _group(engine: _Engine, groups: Sequence[GroupFacts]) -> GroupFacts | None:
-    """The one that an engine is named after."""
-    name = _id(engine.engine).name.rpartition("-")[0]
-    return next((group for group in groups if group.name == name), None)
-
-
-def _room(engine: _Engine, groups: Sequence[GroupFacts]) -> Room | None:
-    """What an engine can hold and do at once, as far as that is known."""
-    group = _group(engine, groups)
-    if group and group.kv and group.max_num_seqs and group.max_num_batched_tokens:
-        return Room(
-            tokens_per_step=group.max_num_batched_tokens,
-            requests=group.max_num_seqs,
-            kv_tokens=group.kv.tokens,
-            has_prefix_cache=group.prefix_cache,
-        )
-    return None
-
-
 def _limits(engine: _Engine, groups: Sequence[GroupFacts]) -> EngineLimits | None:
-    """What bounds a request's length, as far as that is known."""
-    group = _group(engine, groups)
+    """What an engine can hold and do at once, by the group it is named after; None: unknown."""
+    name = _id(engine.engine).name.rpartition("-")[0]
+    group = next((group for group in groups if group.name == name), None)
     if not (group and group.kv and group.max_num_seqs and group.max_num_batched_tokens):
         return None
     return EngineLimits(
@@ -256,6 +239,7 @@ def _limits(engine: _Engine, groups: Sequence[GroupFacts]) -> EngineLimits | Non
         max_num_batched_tokens=group.max_num_batched_tokens,
         block_size=group.kv.block_size,
         num_blocks=group.kv.blocks,
+        prefix_cache=group.prefix_cache,
         max_model_len=group.max_model_len,
     )
 

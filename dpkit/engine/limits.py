@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen, validators
 
 from dpkit.errors import ConfigError
+from dpkit.messages import Room
 
 if TYPE_CHECKING:
     from dpkit.messages import ModelSpec
@@ -36,6 +37,16 @@ class EngineLimits:
     def kv_tokens(self) -> int:
         """Tokens that the block pool holds."""
         return self.num_blocks * self.block_size
+
+    @property
+    def room(self) -> Room:
+        """What a policy is told of it."""
+        return Room(
+            tokens_per_step=self.max_num_batched_tokens,
+            requests=self.max_num_seqs,
+            kv_tokens=self.kv_tokens,
+            has_prefix_cache=self.prefix_cache,
+        )
 
 
 class BadLimit(ConfigError):  # noqa: N818 - reads as what happened, like the others of the tree

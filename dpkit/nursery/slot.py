@@ -16,7 +16,7 @@ from attrs import evolve
 
 from dpkit.errors import EngineLost, LaunchFailed, describe
 from dpkit.logs import ENGINE
-from dpkit.messages import EngineId, Room
+from dpkit.messages import EngineId
 from dpkit.names import EngineState
 from dpkit.nursery.events import EventKind
 from dpkit.nursery.standing import EngineStatistics, EngineTotals
@@ -285,14 +285,7 @@ class EngineSlot:
         def make_link(listener: Listener, *, hears_all: bool = False) -> EngineLink:
             return life.link(listener.deliver, listener.on_report, hears_all=hears_all)
 
-        limits = life.limits
-        room = Room(
-            tokens_per_step=limits.max_num_batched_tokens,
-            requests=limits.max_num_seqs,
-            kv_tokens=limits.kv_tokens,
-            has_prefix_cache=limits.prefix_cache,
-        )
-        self._membership.join(life.engine, self.rank, make_link, room)
+        self._membership.join(life.engine, self.rank, make_link, life.limits.room)
 
     def _note_finish(self) -> None:
         if self._retired.is_set() and (self.life.cause or self.life.ended.is_set()):

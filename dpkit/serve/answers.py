@@ -132,10 +132,10 @@ class Answer(ABC):
             return cut_off(tokens, code="draining", retry_after=error.retry_after)
         if isinstance(error, ClusterClosed):
             return cut_off(tokens)
-        param = self._wrong() if isinstance(error, RequestRejected) else None
+        param = self._wrong_field() if isinstance(error, RequestRejected) else None
         return api_error(error, self.form.id, param)
 
-    def _wrong(self) -> str | None:
+    def _wrong_field(self) -> str | None:
         """The field for which the request is refused: what cannot be read, or is too long."""
         length = max((len(each.prompt_token_ids) for each in self.choices), default=self.longest)
         if length >= self.longest:

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     Spawn = Callable[[Callable[[], Awaitable[None]]], None]
 
 
-def nothing(*_: object) -> None:
-    """Nobody is there any more."""
-
-
 class Outgoing:
     """The bytes on their way to one client.
 
@@ -90,7 +86,7 @@ class Outgoing:
 
     def let_go(self) -> None:
         """Forget the connection, which is over."""
-        self._spawn = self._on_broken = nothing
+        self._spawn, self._on_broken = lambda _: None, lambda: None
 
     def _break(self) -> None:
         self.drop()

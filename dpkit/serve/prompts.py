@@ -34,17 +34,17 @@ _ROWS = msgspec.json.Decoder(list[msgspec.Raw])
 _TEXTS = msgspec.json.Decoder(str | list[str])
 
 
-def read_prompts(told: msgspec.Raw, most: int | None) -> tuple[Prompt, ...]:
+def read_prompts(json: bytes | None, most: int | None) -> tuple[Prompt, ...]:
     """One prompt or several: text, token ids, or a list of either.
 
     Args:
-        told: As it stands in the body; empty: it does not.
+        json: As they stand in the body; None: they do not.
         most: Tokens that a prompt may have; None: not known.
 
     Raises:
         ApiError: 400, they are nothing of the kind, or have too many tokens.
     """
-    json = bytes(told) or b"null"
+    json = json or b"null"
     if len(json) <= _AT_ONCE:
         return _prompts(decode_body(_ANY, json))
     most = MOST_TOKENS if most is None else most

@@ -93,12 +93,6 @@ class CompletionBody(_Body, kw_only=True):
     suffix: Any = None
 
 
-class _UnreadCompletionBody(CompletionBody, kw_only=True):
-    """The same as it is read at first: of prompts there may be more than is worth the time."""
-
-    prompt: msgspec.Raw = msgspec.Raw()
-
-
 class ChatBody(_Body, kw_only=True):
     """Of ``/v1/chat/completions``."""
 
@@ -268,7 +262,7 @@ _GRAMMARS = (
     "guided_grammar",
 )
 _BOUNDED = ("stop", "stop_token_ids", "logit_bias", *_GRAMMARS)
-_COMPLETION = BodyReader(_UnreadCompletionBody, (*_BOUNDED, "suffix"))
+_COMPLETION = BodyReader(CompletionBody, (*_BOUNDED, "suffix"), prompt=bytes)  # `read_prompts`
 _CHAT = BodyReader(
     ChatBody, (*_BOUNDED, "tool_choice", "functions", "audio"), messages=read_messages
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from dpkit.errors import RequestRejected
+from dpkit.errors import RequestRejected, bare
 from dpkit.serve.errors import ApiError
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ async def in_thread(
     done = await trio.to_thread.run_sync(
         _attempt, work, arguments, abandon_on_cancel=True, limiter=limiter
     )
-    if isinstance(done, ApiError | RequestRejected):
-        raise _bare(done)  # the thread may hold the other one for a moment
+    if isinstance(done, Refusal):
+        raise bare(done)  # the thread may hold the other one for a moment
     return done
 
 
@@ -42,10 +42,4 @@ def _attempt(work: Callable[..., T], arguments: tuple[Any, ...]) -> T | Refusal:
     try:
         return work(*arguments)
     except (ApiError, RequestRejected) as error:
-        return _bare(error)
-
-
-def _bare(error: Refusal) -> Refusal:
-    copy = type(error).__new__(type(error), *error.args)
-    copy.__dict__.update(error.__dict__)
-    return copy
+        return bare(error)

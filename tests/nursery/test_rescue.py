@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from functools import partial
+import random
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
-import trio.lowlevel
+from msgspec.structs import replace
 
 import dpkit
 from dpkit.abc import HoldingPolicy
-from dpkit.messages import Room, StepReport, StepWork
-from dpkit.nursery.events import EventKind
+from dpkit.balancer.health import Health
+from dpkit.balancer.late import LateDispatch, make_dispatch
+from dpkit.balancer.ledger import Ledger
+from dpkit.balancer.view import LoadView
+from dpkit.config.schema import BalancerConfig
+from dpkit.messages import EngineId, Room, StepReport, StepWork
+from dpkit.names import Binding
+from dpkit.nursery.arbitration import Arbitration
+from dpkit.nursery.client import Client
+from dpkit.nursery.events import EventKind, EventLog
 from dpkit.nursery.flight import Limits
+from dpkit.nursery.flights import Flights
+from dpkit.nursery.membership import Membership
 from dpkit.nursery.rescue import is_starved
 from dpkit.testing.idle import check_idle
+from dpkit.text.bytes import ByteTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from dpkit.abc import LoadView
+    from dpkit import abc
+    from dpkit.balancer.dispatch import EarlyDispatch
     from dpkit.messages import Completion, GenerateRequest
 
 # Two engines with room for 32 blocks of 16 tokens, which is short answers by all that is expected.
@@ -179,10 +191,10 @@ class Eager(HoldingPolicy):
     def age(self, prospect: object) -> float:  # noqa: ARG002
         return 0.0
 
-    def pick(self, request: GenerateRequest, view: LoadView) -> int:  # noqa: ARG002
+    def pick(self, request: GenerateRequest, view: abc.LoadView) -> int:  # noqa: ARG002
         return 0
 
-    def open_pass(self, view: LoadView) -> EagerPass:
+    def open_pass(self, view: abc.LoadView) -> EagerPass:
         return EagerPass(view)
 
 
@@ -191,7 +203,7 @@ class EagerPass:
 
     is_over = False
 
-    def __init__(self, view: LoadView) -> None:
+    def __init__(self, view: abc.LoadView) -> None:
         [self.load] = view.loads
 
     def offer(self, prospect: object, index: int | None = None) -> int | None:  # noqa: ARG002
@@ -200,27 +212,76 @@ class EagerPass:
         return 0 if self.load.inflight < 2 + waits else None
 
 
-@pytest.mark.parametrize("clients", [1, 2])
+class GivingLink:
+    """An engine that gives up at once whatever it is asked for."""
+
+    def __init__(self) -> None:
+        self.engine = EngineId("e0")
+        self.asked: list[str] = []
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Do nothing: it never says anything of it."""
+
+    def abort(self, request_id: str) -> None:
+        """Likewise."""
+
+    def take_back(
+        self, request_ids: Sequence[str], on_taken: Callable[[EngineId, Sequence[str]], object]
+    ) -> None:
+        self.asked += request_ids
+        on_taken(self.engine, request_ids)
+
+
+def dispatch_of(binding: Binding) -> EarlyDispatch:
+    ledger = Ledger()
+    return make_dispatch(ledger, LoadView((), ledger), Eager(), binding)
+
+
+@pytest.mark.parametrize(("clients", "whose"), [(1, 0), (2, 0), (2, 1)])
 async def test_what_was_just_sent_is_not_had_back_for_what_waits(
-    autojump_clock: object, clients: int
+    autojump_clock: object, clients: int, whose: int
 ) -> None:
-    toml = f"""
-        [balancer]
-        policy = "{__name__}:Eager"
-        [[engines]]
-        model = "cost:h100-8b"
-        scheduler.max_num_seqs = 1
-    """
-    async with dpkit.open_cluster(dpkit.parse_config(toml), clients=clients) as cluster:
-        async with trio.open_nursery() as nursery:
-            for name, client in (("runs", 0), ("waits", 0), ("is sent last", -1)):
-                asks = cluster.clients[client].complete
-                ask = partial(asks, "ab", max_tokens=5, request_id=name)
-                nursery.start_soon(partial(ask, ignore_eos=True))
-                await trio.lowlevel.checkpoint()
-        told = [each for each in cluster.events if each.kind is EventKind.REQUEST_TAKEN_BACK]
-        assert told[0].request_id == "waits"
-        check_idle(cluster)
+    link, membership = GivingLink(), Membership(Health(BalancerConfig()))
+    own = Binding.LATE if clients == 1 else Binding.EARLY
+
+    def everybody() -> LateDispatch | None:
+        made = dispatch_of(Binding.LATE) if clients > 1 else None
+        assert made is None or isinstance(made, LateDispatch)
+        return made
+
+    def make_link(_: object, *, hears_all: bool = False) -> GivingLink:
+        return link
+
+    all_flights = [
+        Flights(dispatch_of(own), limits=Limits(), membership=membership, events=EventLog())
+        for _ in range(clients)
+    ]
+    arbitration = Arbitration(everybody)
+    for flights in all_flights:
+        membership.add_client(flights)
+    membership.add_client(arbitration)
+    arbitration.serve(all_flights)
+    membership.join(link.engine, 0, make_link, ROOM)
+    made = []
+    for name, by in (("runs", 0), ("waits", 0), ("is sent last", whose)):
+        flights = all_flights[by]
+        client = Client(
+            ledger=flights.books[0],
+            flights=flights,
+            tokenizer=ByteTokenizer(),
+            rng=random.Random(1),
+            prefix="c",
+        )
+        made.append(client.submit("ab", sink=lambda _: None, request_id=name))
+    assert [each.engine is None for each in made] == [False, False, True]
+    work = StepReport(waiting=1, requests=2, last_step=StepWork(decodes=1))
+    for flights, sent in zip(all_flights, (2, 0), strict=False):  # each hears of its own
+        flights.on_report(link.engine, replace(work, sent=sent, acknowledged=sent))
+    arbitration.on_report(link.engine, work)
+    assert link.asked == ["waits"]
+    assert made[-1].engine is not None
+    for each in made:
+        each.close()
 
 
 @pytest.mark.parametrize(
