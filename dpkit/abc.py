@@ -311,9 +311,10 @@ class EngineLink(Protocol):
     ) -> None:
         """Ask for requests that the engine does not run: not begun, or preempted.
 
-        `on_taken` is called once, perhaps before this returns, with those that it has given up:
-        all their outputs have come by then, and no more will. The others stay where they are. If
-        the engine is lost before it has answered, requests hear of that, and `on_taken` nothing.
+        `on_taken` is called once, perhaps before this returns, with those that it has given up,
+        in the order of the asking: all their outputs have come by then, and no more will. The
+        others stay where they are. If the engine is lost before it has answered, requests hear of
+        that, and `on_taken` nothing.
         """
 
 

@@ -112,18 +112,17 @@ class Inbox:
         return False
 
     def take_back(self, request_ids: Iterable[str], deliver: Deliver) -> list[str]:
-        """Drop those of these requests that the engine has not begun, and return them.
+        """Drop those of these requests that the engine has not begun, and return them as asked.
 
         Only those count whose outputs go to `deliver`.
         """
-        queued, drained = [], []
-        for request_id in request_ids:
-            if self._requests.get(request_id, _NOTHING)[1] == deliver:
-                del self._requests[request_id]
-                queued.append(request_id)
-            elif request_id not in self._aborts:
-                drained.append(request_id)
-        return [*queued, *self.give_back(drained, deliver)]
+        asked = dict.fromkeys(request_ids)  # a stranger may ask for one twice
+        queued = {each for each in asked if self._requests.get(each, _NOTHING)[1] == deliver}
+        for request_id in queued:
+            del self._requests[request_id]
+        drained = [each for each in asked if each not in queued and each not in self._aborts]
+        gone = queued.union(self.give_back(drained, deliver))
+        return [each for each in asked if each in gone]
 
     @property
     def queued(self) -> Collection[str]:

@@ -161,7 +161,8 @@ async def _check_take_back(subject: Subject, link: EngineLink, received: _Receiv
     await _pass(link, received, "gate")
     await received.wait_for(lambda: bool(answers), "`take_back` is answered", "back")
     [taken] = answers
-    subject.demand(rule, set(taken) <= set(names), f"{taken} were taken of {names}")
+    in_order = [name for name in names if name in taken]
+    subject.demand(rule, list(taken) == in_order, f"{taken} were taken of {names}")
     for request in requests:
         if request.request_id not in taken:
             await received.wait_end(request.request_id)
