@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from dpkit.engine.limits import EngineLimits
     from dpkit.link.held import Held
+    from dpkit.link.takes import OnTaken
     from dpkit.link.wirelink import ZmqLink
-    from dpkit.link.zmq import OnTaken
     from dpkit.messages import EngineId, GenerateRequest, ModelSpec
     from dpkit.wire.structs import Envelope, SchedulerStats, UtilityAnswer, WireOutput, WireRequest
     from dpkit.wire.zsocket import ZSocket
