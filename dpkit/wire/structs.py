@@ -9,6 +9,7 @@ use for stays opaque (`Any`). Knows nothing of frames (`codec`) and of dpkit's o
 from __future__ import annotations
 
 import enum
+import sys
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
@@ -20,8 +21,8 @@ from dpkit.wire.tensors import Tensor  # noqa: TC001 - decoders read the annotat
 # out of range refuses the request, and must not end the connection of a frontend with many users.
 TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...]
 Count = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
-Amount = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # neither NaN nor infinity
+Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -250,8 +251,8 @@ class PrefixCacheStats(Struct, kw_only=True):
 
     reset: bool = False
     requests: int = 0
-    queries: int = 0
-    hits: int = 0
+    queries: Count = 0
+    hits: Count = 0
     preempted_requests: int = 0
     preempted_queries: int = 0
     preempted_hits: int = 0
