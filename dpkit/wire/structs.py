@@ -26,6 +26,11 @@ Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
+def share_of(told: float) -> float:
+    """A share as it may be, of one that was told; what is no number is 0."""
+    return min(1.0, max(0.0, told))
+
+
 class FinishCode(enum.IntEnum):
     """Why a request ended; a frontend of vLLM's takes no other number."""
 
@@ -319,7 +324,7 @@ class SchedulerStats(Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         # Policies compute with it. Whoever rounds badly shall not lose the connection for it.
-        self.kv_cache_usage = min(1.0, max(0.0, self.kv_cache_usage))  # what is no number is 0
+        self.kv_cache_usage = share_of(self.kv_cache_usage)
 
 
 class UtilityAnswer(Struct, array_like=True):
@@ -354,7 +359,7 @@ class Envelope(Struct, array_like=True, gc=False):
 class CoordinatorPublish(Struct, array_like=True):
     """Coordinator to frontends: of each rank (waiting, running, kv_cache_usage); None: no news."""
 
-    loads: tuple[tuple[int, int, float], ...] | None
+    loads: tuple[tuple[Count, Count, float], ...] | None
     current_wave: int
     engines_running: bool
 

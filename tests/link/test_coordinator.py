@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
@@ -481,6 +482,19 @@ async def test_a_client_that_vanishes_leaves_nothing(context) -> None:
         assert coordinator.statistics().ignored == 0
 
 
+async def test_a_client_hears_shares_whatever_its_coordinator_passes_on(context) -> None:
+    """One of vLLM's checks nothing, and a policy that computes with an infinity places nobody."""
+    told = (math.inf, math.nan, -math.inf, -0.5, 1.5, 0.25)
+    async with (
+        open_zsocket(context, zmq.XPUB, bind="tcp://127.0.0.1:*") as publish,
+        open_client(context, publish.endpoint) as client,
+    ):
+        assert await publish.receive() == [SUBSCRIBE]
+        loads = tuple((1, 2, usage) for usage in told)
+        publish.send_nowait([encode_publish(CoordinatorPublish(loads, 0, False))])
+        await client.wait_loads(*((1, 2, usage) for usage in (1.0, 0.0, 0.0, 0.0, 1.0, 0.25)))
+
+
 async def test_what_a_coordinator_says_amiss_is_passed_over(context, caplog) -> None:
     async with (
         open_zsocket(context, zmq.XPUB, bind="tcp://127.0.0.1:*") as publish,
@@ -489,12 +503,13 @@ async def test_what_a_coordinator_says_amiss_is_passed_over(context, caplog) -> 
         assert await publish.receive() == [SUBSCRIBE]
         good = encode_publish(CoordinatorPublish(((4, 0, 0.0),), 0, False))
         with caplog.at_level(logging.WARNING, "dpkit"):
-            for frames in ([b"what?"], [good, good], [b""], [good]):
+            below = encode_publish(CoordinatorPublish(((-1, 0, 0.0),), 0, False))
+            for frames in ([b"what?"], [good, good], [b""], [below], [good]):
                 publish.send_nowait(frames)
             await client.wait_waiting(4)
         told = client.subscription.statistics()
-        assert (told.received, told.ignored, told.connected) == (4, 3, True)
-        assert len(caplog.messages) == 2
+        assert (told.received, told.ignored, told.connected) == (5, 4, True)
+        assert len(caplog.messages) == 3
         assert "a coordinator's publish is one frame, not 2" in caplog.messages[1]
 
 
