@@ -50,7 +50,7 @@ class Head:
         self.connection = WireConnection(
             ENGINE,
             RANK,
-            self,  # type: ignore[arg-type] - as far as it is used
+            self,  # type: ignore[arg-type] # sends, and that is all it is used for
             limit=10**6,
             on_stats=lambda _: None,
         )

@@ -93,7 +93,7 @@ def test_shares_are_shares_whatever_was_told(told: float, share: float) -> None:
 @pytest.mark.parametrize("told", [math.nan, math.inf, -math.inf, -1.0])
 @pytest.mark.parametrize("place", ["step_time_s", "prefill_context"])
 def test_no_step_lasts_for_ever_or_is_endless(place: str, told: float) -> None:
-    report = [0] * len(EngineReport.__struct_fields__)
+    report: list[float] = [0] * len(EngineReport.__struct_fields__)
     report[EngineReport.__struct_fields__.index(place)] = told
     with pytest.raises(WireError, match=r"Expected `float`"):
         codec.decode_output([encode([0, [], {"dpkit": report}])])
