@@ -101,6 +101,11 @@ class CoordinatorRules:
         return len(self._loads)
 
     @property
+    def current_wave(self) -> int:
+        """The wave that runs, or else the next."""
+        return self._current_wave
+
+    @property
     def due_at(self) -> float:
         """When to `publish`, unless a message comes first."""
         return self._due_at

@@ -46,6 +46,10 @@ ALIKE = 1.5
 SWEEPS = 8
 """Rounds over the five constants in a fit; each begins where the last fit ended."""
 
+FAR = 1e6
+"""No step lasts so many times as long as the prior has it, or is so much shorter: a toy's long
+prompts take a fifty thousandth of it, a model that is read from a disk takes ten thousand times."""
+
 
 class Costs(NamedTuple):
     """Seconds."""
@@ -70,6 +74,15 @@ def seconds(work: StepWork, costs: Costs) -> float:
         + costs.context * work.decode_context
         + costs.attention * work.prefill_context
     )
+
+
+def is_believable(work: StepWork, lasted: float) -> bool:
+    """Whether there may be a step that is so much and lasts so many seconds; above 0 it must be.
+
+    What is learned is learned of all engines: one that says an infinity, or a number that only
+    overflows later, would spoil the constants for good.
+    """
+    return 1.0 / FAR < lasted / seconds(work, PRIOR) < FAR
 
 
 @define(eq=False)
@@ -146,7 +159,7 @@ class StepCosts:
 
     def learn(self, work: StepWork, lasted: float, slowness: float = 1.0) -> None:
         """Take a step, and how long it took in seconds, on an engine of that speed."""
-        if lasted <= 0.0:
+        if not is_believable(work, lasted):
             return
         prior, usual = self._prior, lasted / slowness
         parts = (

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-LAST_WAVE = 2**62
-"""Whoever speaks of a later one is not believed: a vote could not carry it, nor the next."""
+AHEAD = 2**40
+"""Whoever speaks of a wave that is so many later is not believed: no group comes as far, with a
+thousand waves a second for decades. Were there a last wave that all believe in, the first client to
+name it would keep all ranks but its own from being called to the next."""
 
 
 class Phase(Enum):
@@ -173,7 +175,7 @@ class EngineWaves:
 
         Those noted before `look` are those that this loop has taken in.
         """
-        if current_wave <= LAST_WAVE:
+        if current_wave < self.wave + AHEAD:
             self._stamp = max(self._stamp, current_wave)
 
     def note_start(self, wave: int, excluded: int | None) -> None:
@@ -246,7 +248,7 @@ class EngineWaves:
         return self._completed()
 
     def _on_start(self, wave: int, excluded: int | None) -> list[Word]:
-        if excluded == self._rank or not self.wave <= wave <= LAST_WAVE:
+        if excluded == self._rank or not self.wave <= wave < self.wave + AHEAD:
             return []
         self.wave = wave
         return self._on(Event.CALL)

@@ -20,6 +20,7 @@ import trio
 from attrs import frozen
 
 from dpkit.balancer.coordinator import CoordinatorRules
+from dpkit.engine.waves import AHEAD
 from dpkit.errors import WireError
 from dpkit.link.together import run_together
 from dpkit.messages import EngineId, Snapshot
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from dpkit.wire.structs import SchedulerStats
     from dpkit.wire.zsocket import Context
 
-_LAST_WAVE = 2**62  # so far from what a message can hold that one more is no matter
 _BURSTS = 64  # that many are read before a snapshot, however many more keep coming
 _ANYBODY = EngineId("engine")
 
@@ -173,6 +173,8 @@ class WireCoordinator:
         self._hurry()
 
     def _on_counts(self, now: float, rank: int, counts: SchedulerStats) -> None:
+        # All that follow would be taken for older ones.
+        self._check_wave(counts.current_wave, counts.current_wave)
         engine: EngineId | None = _ANYBODY
         if 0 <= rank < self.rules.engine_count:
             engine = self._whose(rank)
@@ -188,12 +190,18 @@ class WireCoordinator:
     def _on_wave(self, now: float, envelope: Envelope) -> None:
         complete, start = envelope.wave_complete, envelope.start_wave
         if complete is not None:
-            self._send(self.rules.on_wave_complete(now, _wave(complete)))
+            self._check_wave(complete, complete + 1)
+            self._send(self.rules.on_wave_complete(now, complete))
         elif start is not None:
-            rank = envelope.engine_index
-            self._send(self.rules.on_start_wave(now, _wave(start), rank))
+            self._check_wave(start, start)
+            self._send(self.rules.on_start_wave(now, start, envelope.engine_index))
         elif envelope.scheduler_stats is None:
             raise WireError("neither counts nor a wave: what else engines say is for clients")
+
+    def _check_wave(self, wave: int, newest: int) -> None:
+        """Believe in a wave if engines will, when they hear of the newest by way of clients."""
+        if wave < 0 or newest >= self.rules.current_wave + AHEAD:
+            raise WireError(f"there is no wave {wave}")
 
     # Who comes and goes.
 
@@ -303,12 +311,6 @@ def _envelope(frames: list[bytes]) -> Envelope:
     if not isinstance(message, Envelope):
         raise WireError("an engine says that it is dead, and not which one")
     return message
-
-
-def _wave(number: int) -> int:
-    if not 0 <= number <= _LAST_WAVE:
-        raise WireError(f"there is no wave {number}")
-    return number
 
 
 def _word(frames: list[bytes]) -> Subscription | ScaleElastic:

@@ -29,12 +29,12 @@ from dpkit.wire.foreign import to_vllm
 from dpkit.wire.structs import EngineReport, FinishCode, UtilityCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dpkit.engine.limits import EngineLimits
     from dpkit.link.held import Held
+    from dpkit.link.takes import OnTaken
     from dpkit.link.wirelink import ZmqLink
-    from dpkit.link.zmq import OnTaken
     from dpkit.messages import EngineId, GenerateRequest, ModelSpec
     from dpkit.wire.structs import Envelope, SchedulerStats, UtilityAnswer, WireOutput, WireRequest
     from dpkit.wire.zsocket import ZSocket
@@ -44,6 +44,8 @@ QUESTION = "is_scheduler_paused"
 
 SHUTTING_DOWN = "Server shutting down"
 """What every call of an engine is answered that has been told to end."""
+
+_FINISHED = {FinishCode.STOP, FinishCode.LENGTH}
 
 _log = logging.getLogger(__name__)
 
@@ -241,21 +243,28 @@ class ForeignConnection(WireConnection):
         if self.newest_step is not None and (stats := envelope.scheduler_stats) is not None:
             wave, step = self.newest_step()
             envelope.scheduler_stats = replace(stats, current_wave=wave, step_counter=step)
-        for output in envelope.outputs:
-            if (held := self._held.get(output.request_id)) is not None:
-                self._count(output, held)
+        self._count(envelope.outputs)
         stats = envelope.scheduler_stats
         if stats is not None and (prefixes := stats.prefix_cache_stats) is not None:
             self._counts.prefix_query_tokens += prefixes.queries
             self._counts.prefix_hit_tokens += prefixes.hits
         return super()._take_batch(envelope, kept)
 
-    def _count(self, output: WireOutput, held: Held) -> None:
-        report = self._counts
-        report.output_tokens += len(output.new_token_ids)
-        if output.new_token_ids and not held.begun:  # which `super()` notes
-            report.prompt_tokens += len(held.asked.prompt_token_ids or ())
-        report.requests_finished += output.finish_reason in {FinishCode.STOP, FinishCode.LENGTH}
+    def _count(self, outputs: Iterable[WireOutput]) -> None:
+        """Count what a message brings; it is taken in afterwards, so who begins has not yet."""
+        report, begun, ended = self._counts, set[str](), set[str]()
+        for output in outputs:
+            wire_id = output.request_id
+            held = self._held.get(wire_id)
+            if held is None or wire_id in ended:
+                continue
+            report.output_tokens += len(output.new_token_ids)
+            if output.new_token_ids and not held.begun and wire_id not in begun:
+                begun.add(wire_id)
+                report.prompt_tokens += len(held.asked.prompt_token_ids or ())
+            if output.finish_reason is not None:
+                ended.add(wire_id)
+                report.requests_finished += output.finish_reason in _FINISHED
 
     def _take_refusal(self, wire_id: str) -> None:
         """The engine has been told to end: it takes nothing new, and may finish what it has.

@@ -144,9 +144,12 @@ class Frontends:
                 self._leaving[request_id] = port
 
     def _call(self, port: Port, call: UtilityCall) -> None:
+        visit = port.visit
+
         def answer(value: Any = None, *, failure: str | None = None) -> None:
             result = None if failure is not None else (None, value)
-            port.answer(UtilityAnswer(call.call_id, failure, result))
+            if port.visit == visit:  # else whoever is there now has not called
+                port.answer(UtilityAnswer(call.call_id, failure, result))
 
         if self._is_stopping:
             answer(failure=_SHUTTING_DOWN)
@@ -239,6 +242,7 @@ class Frontends:
         port = self._ports[index]
         for request_id in port.held:
             self._inbox.abort(request_id, port.deliver)
+        self._leaving = {each: left for each, left in self._leaving.items() if left is not port}
         port.close()
 
     def back(self, index: int) -> None:

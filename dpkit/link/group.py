@@ -16,6 +16,7 @@ from dpkit.engine.waves import EngineWaves
 from dpkit.errors import LaunchFailed, WireError
 from dpkit.imports import INSTALL_TORCH
 from dpkit.nursery.lockstep import Lockstep
+from dpkit.wire.codec import MAX_ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
@@ -147,9 +148,9 @@ def import_ballots() -> ModuleType:
 
 def _ranks(told: Mapping[str, Any], rank: int, count: int) -> tuple[int, ...]:
     ranks, size = told.get(RANKS), told.get("data_parallel_size", count)
-    if ranks is None and isinstance(size, int):
+    if ranks is None and isinstance(size, int) and size <= MAX_ENGINES:
         ranks = list(range(size))
-    if not isinstance(ranks, list) or rank not in ranks or {*map(type, ranks)} != {int}:
+    if not isinstance(ranks, list) or ranks.count(rank) != 1 or {*map(type, ranks)} != {int}:
         raise WireError(
             f"INIT gives rank {rank} a group without itself: {RANKS} {told.get(RANKS)!r:.80}, "
             f"data_parallel_size {told.get('data_parallel_size')!r:.80}"

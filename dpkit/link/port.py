@@ -38,6 +38,8 @@ class Port:
         self.index = index
         self.is_open = True
         """Whether there is somebody to tell; if not, what is said is dropped."""
+        self.visit = 0
+        """How many have been here, one after the other, and have gone."""
         self._rank = rank
         self.sender = Sender()
         self._send = send
@@ -125,6 +127,7 @@ class Port:
     def close(self) -> None:
         """Drop what is to be told, and all that is still said: nobody is there."""
         self.is_open = False
+        self.visit += 1
         self.sender.sent = self.sender.acknowledged = 0  # whoever comes next counts anew
         self._held.clear()
         self._entries.clear()

@@ -62,6 +62,7 @@ class Progress:
         match answer.result:
             case [_, [int(steps), float() | int() as elapsed]]:
                 if steps != self._steps or self._step_began is None:
-                    self._steps, self._step_began = steps, self.heard_at - elapsed
+                    # Not later than now, or nobody would look whether it takes too long; NaN is 0.
+                    self._steps, self._step_began = steps, self.heard_at - max(0.0, elapsed)
             case _:  # between two steps; vLLM's engines answer there only
                 self._step_began = None

@@ -20,6 +20,7 @@ from dpkit.errors import WireError
 from dpkit.link.together import run_together
 from dpkit.messages import Snapshot
 from dpkit.wire.codec import SUBSCRIBE, ScaleElastic, decode_publish, encode_scale
+from dpkit.wire.structs import share_of
 from dpkit.wire.zsocket import open_zsocket
 
 if TYPE_CHECKING:
@@ -115,8 +116,11 @@ def _snapshot(frames: list[bytes]) -> Snapshot:
     if len(frames) != 1:
         raise WireError(f"a coordinator's publish is one frame, not {len(frames)}")
     told = decode_publish(frames[0])
+    loads = told.loads
+    if loads is not None:  # vLLM's coordinator passes on whatever an engine said
+        loads = tuple((waiting, running, share_of(usage)) for waiting, running, usage in loads)
     return Snapshot(
-        loads=told.loads, current_wave=told.current_wave, engines_running=told.engines_running
+        loads=loads, current_wave=told.current_wave, engines_running=told.engines_running
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 from msgspec import UNSET
@@ -18,6 +18,7 @@ from msgspec import UNSET
 from dpkit.errors import EngineLost, RequestRejected, WireError
 from dpkit.link.held import Held
 from dpkit.link.progress import Progress
+from dpkit.link.takes import Takes
 from dpkit.names import FinishReason
 from dpkit.nursery.inbox import lost
 from dpkit.nursery.meter import Meter
@@ -37,6 +38,7 @@ from dpkit.wire.zsocket import PeerGone
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from dpkit.link.takes import OnTaken
     from dpkit.link.wirelink import ZmqLink
     from dpkit.messages import EngineId, GenerateRequest
     from dpkit.wire.structs import (
@@ -48,12 +50,8 @@ if TYPE_CHECKING:
     )
     from dpkit.wire.zsocket import ZSocket
 
-    OnTaken = Callable[[EngineId, Sequence[str]], object]
-
-PROGRESS, TAKE_BACK = "dpkit_progress", "dpkit_take_back"
-"""The calls that a dpkit engine answers at once, in the middle of a step too."""
-
-_FIRST_TAKE = 2**32  # the id of a call; those of `progress` are below
+PROGRESS = "dpkit_progress"
+"""The call that a dpkit engine answers at once, in the middle of a step too."""
 
 PIECE = 32
 """Outputs of one message that are taken in before others may have a turn."""
@@ -112,8 +110,8 @@ class WireConnection:
         # it does not tell, as vLLM's do not.
         self._unreckoned: deque[tuple[ZmqLink, int]] | None = deque()
         self._reckoned = 0
-        self._takes: dict[int, OnTaken] = {}
-        self._take_ids, self._numbers = count(_FIRST_TAKE), count()
+        self._takes = Takes(engine)
+        self._numbers = count()
         self._on_stats = on_stats
         self._on_gone = on_gone
         self._held: dict[str, Held] = {}
@@ -192,11 +190,10 @@ class WireConnection:
 
     def take_back(self, wire_ids: Sequence[str], on_taken: OnTaken) -> None:
         """Ask for requests that the engine does not run; its answer is handed on when it comes."""
-        call_id = next(self._take_ids)
-        call = UtilityCall(client_index=0, call_id=call_id, method=TAKE_BACK, args=(wire_ids,))
+        call = self._takes.make(wire_ids)
         with suppress(EngineLost):  # gone, and whoever watches the process says so
-            self._send(encode_input(Utility(call)), TAKE_BACK)
-            self._takes[call_id] = on_taken
+            self._send(encode_input(Utility(call)), call.method)
+            self._takes.expect(call, on_taken)
 
     def ask_progress(self) -> None:
         """Ask the engine how far it is, unless it still owes an answer."""
@@ -243,16 +240,12 @@ class WireConnection:
         return None
 
     def _take_answer(self, answer: UtilityAnswer) -> None:
-        if (on_taken := self._takes.pop(answer.call_id, None)) is None:
+        if (given := self._takes.find(answer)) is None:
             self.progress.answered(answer)
-            return
-        match answer.result:
-            case [_, [*wire_ids]] if answer.failure_message is None:
-                self._take_given(wire_ids, on_taken)
-            case _:  # it is about to end, and keeps what it has until then
-                self._take_given((), on_taken)
+        else:
+            self._take_given(*given)
 
-    def _take_given(self, wire_ids: Sequence[Any], on_taken: OnTaken) -> None:
+    def _take_given(self, wire_ids: Sequence[str], on_taken: OnTaken) -> None:
         """The engine has given requests up, and says nothing more of them."""
         taken = []
         for wire_id in wire_ids:
@@ -262,7 +255,7 @@ class WireConnection:
                 held.link.forget(held.request_id)
                 taken.append(held.request_id)
             else:
-                self._aborting.discard(wire_id)  # left meanwhile: the abort is not acknowledged
+                self._settle(wire_id)  # left meanwhile: the abort is not acknowledged
         on_taken(self.engine, taken)
         self._note_idle()
 

@@ -9,6 +9,7 @@ use for stays opaque (`Any`). Knows nothing of frames (`codec`) and of dpkit's o
 from __future__ import annotations
 
 import enum
+import sys
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
@@ -20,9 +21,14 @@ from dpkit.wire.tensors import Tensor  # noqa: TC001 - decoders read the annotat
 # out of range refuses the request, and must not end the connection of a frontend with many users.
 TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...]
 Count = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
-Amount = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # neither NaN nor infinity
+Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+def share_of(told: float) -> float:
+    """A share as it may be, of one that was told; what is no number is 0."""
+    return min(1.0, max(0.0, told))
 
 
 class FinishCode(enum.IntEnum):
@@ -250,8 +256,8 @@ class PrefixCacheStats(Struct, kw_only=True):
 
     reset: bool = False
     requests: int = 0
-    queries: int = 0
-    hits: int = 0
+    queries: Count = 0
+    hits: Count = 0
     preempted_requests: int = 0
     preempted_queries: int = 0
     preempted_hits: int = 0
@@ -318,7 +324,7 @@ class SchedulerStats(Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         # Policies compute with it. Whoever rounds badly shall not lose the connection for it.
-        self.kv_cache_usage = min(1.0, max(0.0, self.kv_cache_usage))  # what is no number is 0
+        self.kv_cache_usage = share_of(self.kv_cache_usage)
 
 
 class UtilityAnswer(Struct, array_like=True):
@@ -353,7 +359,7 @@ class Envelope(Struct, array_like=True, gc=False):
 class CoordinatorPublish(Struct, array_like=True):
     """Coordinator to frontends: of each rank (waiting, running, kv_cache_usage); None: no news."""
 
-    loads: tuple[tuple[int, int, float], ...] | None
+    loads: tuple[tuple[Count, Count, float], ...] | None
     current_wave: int
     engines_running: bool
 

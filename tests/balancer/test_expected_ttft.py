@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from dpkit.balancer.backlog import BEGUN
 from dpkit.balancer.dispatch import EarlyDispatch
@@ -19,6 +20,7 @@ from dpkit.balancer.view import LoadView
 from dpkit.errors import ConfigError
 from dpkit.messages import EngineId, GenerateRequest, Room, StepReport, StepWork
 from dpkit.names import HOLDING_POLICIES, Binding, PolicyName
+from tests.balancer.test_stepcosts import NO_STEPS
 
 if TYPE_CHECKING:
     from dpkit.balancer.dispatch import Placement
@@ -327,6 +329,20 @@ def test_of_a_slow_engine_less_is_expected() -> None:
     picks = [client.send(1000).index for _ in range(14)]
     assert picks[:2] == [1, 2]
     assert 1 <= picks.count(0) <= 3
+
+
+def test_an_engine_that_talks_nonsense_of_its_steps_spoils_the_picks_of_no_other() -> None:
+    client = Late(3)
+    work = StepWork(decodes=4, prefill_tokens=500, decode_context=4000)
+    for number in range(100):
+        for index in range(3):
+            client.report(index, last_step=work, step_time_s=seconds(work, PRIOR))
+        nonsense, took = NO_STEPS[number % len(NO_STEPS)]
+        client.report(0, last_step=replace(nonsense, prefill_tokens=1), step_time_s=took)
+    assert client.policy.costs.costs == pytest.approx(PRIOR)
+    client.policy.open_pass(client.view)
+    assert [standing.slowness for standing in client.policy._standings] == [1.0, 1.0, 1.0]
+    assert [client.send(1000).index for _ in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_what_the_formula_misses_of_some_steps_makes_nobody_slow() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from dpkit.balancer.stepcosts import (
     Costs,
     Pace,
     StepCosts,
+    is_believable,
     make_paces,
     relative_slowness,
     seconds,
@@ -124,6 +126,35 @@ def test_of_whom_nothing_is_known_nothing_is_said() -> None:
     assert usual_paces([]) == [None, None]
     assert relative_slowness(make_paces(), [None, None]) == 1.0
     assert relative_slowness(make_paces(), [2.0, 2.0]) == 1.0
+
+
+NO_STEPS = [
+    (StepWork(decodes=1), 0.0),
+    (StepWork(decodes=1), math.inf),
+    (StepWork(decodes=1), 1e308),
+    (StepWork(decodes=1), 1e-320),
+    (StepWork(decodes=2**64 - 1), 0.01),
+    (StepWork(decodes=1, prefill_context=math.inf), 0.01),
+    (StepWork(decodes=1, prefill_context=math.inf), math.inf),
+]
+"""What no step can be, though an engine may say so."""
+
+
+@pytest.mark.parametrize(("work", "lasted"), NO_STEPS)
+def test_what_no_step_can_be_teaches_nothing(work: StepWork, lasted: float) -> None:
+    learned, taught = StepCosts(), StepCosts()
+    for each in steps(2 * EVERY):
+        took = seconds(each, PRIOR)
+        learned.learn(each, took)
+        taught.learn(each, took)
+        taught.learn(work, lasted)
+    assert taught.costs == learned.costs
+
+
+def test_a_toys_steps_are_believed_and_those_of_a_model_on_a_disk() -> None:
+    long_prompt = StepWork(prefill_tokens=8192, prefill_context=8192 * 1e5)
+    assert is_believable(long_prompt, 20e-6)
+    assert is_believable(StepWork(decodes=1), 60.0)
 
 
 def test_a_step_without_a_time_says_nothing() -> None:

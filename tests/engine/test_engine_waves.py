@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from dpkit.engine import waves as under_test
-from dpkit.engine.waves import TABLE, Act, Ballot, EngineWaves, Event, Phase, Word
+from dpkit.engine.waves import AHEAD, TABLE, Act, Ballot, EngineWaves, Event, Phase, Word
 from dpkit.errors import InternalError
 from tests.engine.waves_world import World, Wrong
 
@@ -119,13 +119,16 @@ def test_a_stale_start_is_ignored_and_so_is_ones_own(wave: int, excluded: int) -
     assert not waves.runs
 
 
-def test_a_wave_that_no_vote_could_carry_is_not_believed() -> None:
+@pytest.mark.parametrize("wave", [7 + AHEAD, 2**62, 2**63, 2**64 - 1])
+def test_a_wave_that_no_group_could_come_to_is_not_believed(wave: int) -> None:
+    """A vote could not even carry some of them."""
     waves = make()
-    waves.note_start(2**63, 1)
+    waves.wave = 7
+    waves.note_start(wave, 1)
     assert waves.look(has_work=False) == []
     assert waves.phase is Phase.ASLEEP
-    waves.note_request(2**63)
-    assert waves.look(has_work=True) == [Word(start_wave=0)]
+    waves.note_request(wave)
+    assert waves.look(has_work=True) == [Word(start_wave=7)]
 
 
 def test_a_start_that_excludes_nobody_calls_all() -> None:

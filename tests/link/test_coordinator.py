@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import trio.testing
 import zmq
 
 from dpkit.balancer.coordinator import CoordinatorRules
+from dpkit.engine.waves import AHEAD, Ballot, EngineWaves
 from dpkit.link.coordinator import open_coordinator, serve_coordinator
 from dpkit.messages import EngineId, EngineStats, Snapshot
 from dpkit.wire.codec import (
@@ -309,6 +311,40 @@ async def test_a_coordinator_that_is_started_anew_is_told_how_many_there_are(con
             await client.wait_waiting(0, 0, 0)
 
 
+def take_turns(ranks: list[EngineWaves], says: Engine) -> None:
+    """Have ranks do one step, find that nobody has work, and say so to the coordinator."""
+    for rank in ranks:
+        assert rank.step()
+    tally = Ballot.tally(rank.ballot(has_work=False) for rank in ranks)
+    for word in [word for rank in ranks for word in rank.count(tally)]:
+        assert word.wave_complete is not None
+        says.complete_wave(word.wave_complete)
+
+
+async def test_no_client_that_names_a_late_wave_keeps_ranks_from_being_called(context) -> None:
+    """However late it is of those that are believed, there are as many behind it."""
+    async with (
+        open_served(context, 2, waves=True) as coordinator,
+        open_engine(context, coordinator.addresses) as first,
+        open_engine(context, coordinator.addresses, 1) as second,
+    ):
+        assert await second.hear() == READY
+        ranks = [EngineWaves(rank, speaks=rank == 0, sync_interval=16) for rank in range(2)]
+        for stamp in (2**64 - 1, 2**62, AHEAD - 1, 2 * AHEAD - 2, 0, 0):
+            ranks[0].note_request(stamp)
+            [word] = ranks[0].look(has_work=True)
+            assert word.start_wave is not None
+            first.start_wave(word.start_wave)
+            while not isinstance(call := await second.hear(), StartWave):
+                pass  # READY once more
+            ranks[1].note_start(call.wave, call.excluded)
+            ranks[1].look(has_work=False)
+            assert ranks[1].runs, f"{word} called nobody"
+            take_turns(ranks, first)
+        assert ranks[0].wave == 2 * AHEAD + 1
+        assert coordinator.statistics().ignored == 0
+
+
 # -- Nonsense --------------------------------------------------------------------------------------
 
 COUNTS = encode_envelope(Envelope(0, scheduler_stats=SchedulerStats(num_waiting_reqs=1)))
@@ -331,7 +367,13 @@ ODD_OUTPUTS = {
     "a publish": [encode_publish(CoordinatorPublish(((0, 0, 0.0),), 0, False))],
     "wave -1": packed(-1),
     "wave 2^64 - 1": packed(2**64 - 1),
+    "wave 2^62": packed(2**62),
     "wave x": packed("x"),
+    "counts of wave 2^62": encode_envelope(
+        Envelope(0, scheduler_stats=SchedulerStats(num_waiting_reqs=2, current_wave=2**62))
+    ),
+    "end of wave -1": encode_envelope(Envelope(0, wave_complete=-1)),
+    "end of wave 2^62": encode_envelope(Envelope(0, wave_complete=2**62)),
 }
 
 
@@ -481,6 +523,19 @@ async def test_a_client_that_vanishes_leaves_nothing(context) -> None:
         assert coordinator.statistics().ignored == 0
 
 
+async def test_a_client_hears_shares_whatever_its_coordinator_passes_on(context) -> None:
+    """One of vLLM's checks nothing, and a policy that computes with an infinity places nobody."""
+    told = (math.inf, math.nan, -math.inf, -0.5, 1.5, 0.25)
+    async with (
+        open_zsocket(context, zmq.XPUB, bind="tcp://127.0.0.1:*") as publish,
+        open_client(context, publish.endpoint) as client,
+    ):
+        assert await publish.receive() == [SUBSCRIBE]
+        loads = tuple((1, 2, usage) for usage in told)
+        publish.send_nowait([encode_publish(CoordinatorPublish(loads, 0, False))])
+        await client.wait_loads(*((1, 2, usage) for usage in (1.0, 0.0, 0.0, 0.0, 1.0, 0.25)))
+
+
 async def test_what_a_coordinator_says_amiss_is_passed_over(context, caplog) -> None:
     async with (
         open_zsocket(context, zmq.XPUB, bind="tcp://127.0.0.1:*") as publish,
@@ -489,12 +544,13 @@ async def test_what_a_coordinator_says_amiss_is_passed_over(context, caplog) -> 
         assert await publish.receive() == [SUBSCRIBE]
         good = encode_publish(CoordinatorPublish(((4, 0, 0.0),), 0, False))
         with caplog.at_level(logging.WARNING, "dpkit"):
-            for frames in ([b"what?"], [good, good], [b""], [good]):
+            below = encode_publish(CoordinatorPublish(((-1, 0, 0.0),), 0, False))
+            for frames in ([b"what?"], [good, good], [b""], [below], [good]):
                 publish.send_nowait(frames)
             await client.wait_waiting(4)
         told = client.subscription.statistics()
-        assert (told.received, told.ignored, told.connected) == (4, 3, True)
-        assert len(caplog.messages) == 2
+        assert (told.received, told.ignored, told.connected) == (5, 4, True)
+        assert len(caplog.messages) == 3
         assert "a coordinator's publish is one frame, not 2" in caplog.messages[1]
 
 

@@ -96,6 +96,19 @@ async def test_what_such_an_engine_does_not_tell_is_counted() -> None:
         assert [output.request_id for output in wire.got] == ["refused", "finished", "finished"]
 
 
+async def test_a_request_counts_once_however_often_a_message_tells_of_its_begin_and_end() -> None:
+    async with open_foreign() as (wire, connection):
+        wire.ask()
+        wire_id = await wire.heard_id()
+        end = WireOutput(wire_id, (2,), finish_reason=FinishCode.STOP)
+        await wire.say(WireOutput(wire_id, (1,)), WireOutput(wire_id, (1,)), end, end)
+        assert [output.token_ids for output in wire.got] == [(1,), (1,), (2,)]
+        report = connection.report
+        assert report is not None
+        assert (report.requests_finished, report.prompt_tokens, report.output_tokens) == (1, 3, 3)
+        assert connection.late_outputs == 1
+
+
 async def test_aborts_are_forgotten_in_their_order(autojump_clock: object) -> None:
     async with open_foreign() as (wire, connection):
         for number in range(3):

@@ -318,6 +318,27 @@ async def test_a_fatal_error_is_told_to_every_request_and_then_to_every_frontend
         assert desk.is_dead(1)
 
 
+async def test_who_comes_in_place_of_a_frontend_hears_nothing_of_what_that_asked(
+    autojump_clock,
+) -> None:
+    """A frontend of vLLM's fails at an answer to a call that it has not made."""
+    async with open_desk() as desk:
+        desk.say(0, ask("a", range(40)))
+        desk.say(1, ask("b", range(40)))
+        await trio.sleep(1.5)
+        assert desk.call(0, "pause_generation", "wait") is None
+        desk.say(0, Abort(("a",)))
+        desk.frontends.forget(0)
+        desk.frontends.back(0)
+        desk.sent[0].clear()
+        await trio.sleep(100)
+        assert [finish for name, _, finish in desk.told(1) if name == "b"][-1] == FinishCode.STOP
+        assert not any(desk.loop.core.get_request_counts())
+        assert desk.finished(0) == []
+        assert [each for each in desk.envelopes(0) if each.utility_output is not None] == []
+        assert desk.call(0, "is_scheduler_paused") == UtilityAnswer(7, None, (None, True))
+
+
 async def test_requests_of_a_frontend_that_has_gone_are_dropped(autojump_clock) -> None:
     async with open_desk() as desk:
         desk.say(0, ask("a"))

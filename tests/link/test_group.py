@@ -272,7 +272,9 @@ async def test_what_is_missing_is_named(
     [
         {"data_parallel_size": 1},
         {"data_parallel_size": "many"},
+        {"data_parallel_size": 2**62},
         {"dpkit_ranks": [0, 2]},
+        {"dpkit_ranks": [0, 1, 1]},
         {"dpkit_ranks": 7},
         {"dpkit_ranks": ["1"]},
     ],

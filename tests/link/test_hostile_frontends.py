@@ -24,7 +24,13 @@ GOOD = [
     encode_input(Utility(UtilityCall(0, 1, "pause_generation", ("wait", True)))),
     encode_input(Utility(UtilityCall(0, 2, "reset_prefix_cache", (False, False)))),
     encode_input(Utility(UtilityCall(0, 3, "resume_scheduler"))),
+    encode_input(Utility(UtilityCall(0, 4, "dpkit_take_back", (["a", "b", "a"],)))),
+    encode_input(Utility(UtilityCall(0, 5, "dpkit_progress"))),
 ]
+RESUMED = ask("c", range(9))
+assert RESUMED.request.sampling_params is not None
+RESUMED.request.sampling_params.extra_args = {"dpkit": {"output_token_ids": [1, 2]}}
+GOOD.append(encode_input(RESUMED))
 VALUES = [None, True, -1, 0, 1, 2**31, 2**63, -0.5, float("nan"), "", "x", [], [1], {}, {"a": 1}]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import trio
 
 from dpkit.link.progress import Progress
@@ -78,3 +81,16 @@ async def test_answers_to_questions_of_others_are_none(autojump_clock: object) -
     assert progress.step_started_at == 0, "still asked"
     progress.answered(UtilityAnswer(question or 0, "no such method"))
     assert progress.step_started_at is None, "an engine that knows no such question waits"
+
+
+@pytest.mark.parametrize("elapsed", [-1e300, -math.inf, math.nan, -(2**63)])
+async def test_a_step_that_is_said_to_begin_later_has_begun_by_now(
+    autojump_clock: object, elapsed: float
+) -> None:
+    """Else whoever looks when it has taken too long would never look again."""
+    progress = Progress()
+    await trio.sleep(10)
+    question = progress.ask()
+    progress.heard()
+    progress.answered(answer(question, 5, elapsed))
+    assert progress.step_started_at == 10

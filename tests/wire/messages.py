@@ -50,7 +50,7 @@ token_ids = st.integers(0, 2**31 - 1)
 several_ids = st.lists(token_ids, max_size=8).map(tuple)
 reals = st.floats(allow_nan=False, width=64)
 shares = st.floats(0, 1)
-seconds = st.floats(min_value=0, allow_nan=False)
+seconds = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 # What no field of dpkit's looks into; arrays inside come back as lists, keys as they were.
 opaque: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | signed | reals | texts,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from msgspec.msgpack import encode
 
 from dpkit.engine.limits import EngineLimits
+from dpkit.errors import WireError
 from dpkit.messages import EngineId, EngineStats
 from dpkit.wire import codec
 from dpkit.wire.reports import (
@@ -20,7 +21,7 @@ from dpkit.wire.reports import (
     stats_from_wire,
     stats_to_wire,
 )
-from dpkit.wire.structs import Envelope, SchedulerStats
+from dpkit.wire.structs import EngineReport, Envelope, SchedulerStats
 from tests.wire import messages
 from tests.wire.vectors import VECTORS
 
@@ -87,6 +88,22 @@ def test_shares_are_shares_whatever_was_told(told: float, share: float) -> None:
     assert isinstance(envelope, Envelope)
     assert envelope.scheduler_stats is not None
     assert envelope.scheduler_stats.kv_cache_usage == share
+
+
+@pytest.mark.parametrize("told", [math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize("place", ["step_time_s", "prefill_context"])
+def test_no_step_lasts_for_ever_or_is_endless(place: str, told: float) -> None:
+    report: list[float] = [0] * len(EngineReport.__struct_fields__)
+    report[EngineReport.__struct_fields__.index(place)] = told
+    with pytest.raises(WireError, match=r"Expected `float`"):
+        codec.decode_output([encode([0, [], {"dpkit": report}])])
+
+
+@pytest.mark.parametrize("place", ["queries", "hits"])
+def test_no_prefix_is_found_less_than_never(place: str) -> None:
+    """Those are added up, and no total goes down."""
+    with pytest.raises(WireError, match="Expected `int` >= 0"):
+        codec.decode_output([encode([0, [], {"prefix_cache_stats": {place: -1}}])])
 
 
 def test_an_engine_says_what_it_can_take() -> None:

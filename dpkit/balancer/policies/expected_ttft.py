@@ -23,7 +23,13 @@ from dpkit.balancer.growth import GrowthReserve
 from dpkit.balancer.outputs import OutputLengths
 from dpkit.balancer.policies.lowest import scan_start
 from dpkit.balancer.prefixes import BLOCK
-from dpkit.balancer.stepcosts import StepCosts, relative_slowness, seconds, usual_paces
+from dpkit.balancer.stepcosts import (
+    StepCosts,
+    is_believable,
+    relative_slowness,
+    seconds,
+    usual_paces,
+)
 from dpkit.balancer.ttft import (
     Rate,
     Standing,
@@ -145,7 +151,7 @@ class ExpectedTtft(HoldingPolicy):
         work, lasted = report.last_step, report.step_time_s
         if report.preemptions > book.preemptions:
             self.reserve.preempted()
-        is_new = book.hear(report) and lasted > 0.0
+        is_new = book.hear(report) and is_believable(work, lasted)
         # Steps without a prompt are all alike, and there are many.
         if is_new and (work.prefill_tokens or not report.steps % ONE_IN):
             if self.costs.are_settled:
