@@ -78,6 +78,7 @@ class Membership:
         self._clients: list[Member] = []
         self._listeners: list[Listener] = []
         self._ranks: dict[EngineId, int] = {}
+        self._lives: dict[int, EngineId] = {}  # the last of each rank, be it over
         self._offered: set[EngineId] = set()
         self._timer = trio.lowlevel.ParkingLot()
         self._looked_at = 0.0
@@ -94,10 +95,16 @@ class Membership:
         return self._ranks.keys()
 
     def inform(self, rules: CoordinatorRules) -> None:
-        """Tell a coordinator who serves, now and from now on: it must not count the dead's load."""
+        """Tell a coordinator who serves, now and from now on: it must not count the dead's load.
+
+        Nor that of a life that takes nothing new, and tells of itself until it has finished.
+        """
         self._rules = rules
-        for engine, rank in self._ranks.items():
-            rules.on_engine_started(trio.current_time(), engine, rank)
+        now = trio.current_time()
+        for rank, engine in self._lives.items():
+            rules.on_engine_started(now, engine, rank)
+            if engine not in self._ranks:
+                rules.on_engine_left(now, engine, rank)
 
     def statistics(self) -> HealthStatistics:
         """Engines by health, as of the last change; answers also when Trio is gone."""
@@ -137,6 +144,7 @@ class Membership:
             client.connect(make_link(client), room)
         now = trio.current_time()
         self._ranks[engine] = rank
+        self._lives[rank] = engine
         if self._rules is not None:
             self._rules.on_engine_started(now, engine, rank)
         self._health.on_ready(engine, now)

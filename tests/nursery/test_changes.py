@@ -17,7 +17,7 @@ from dpkit.errors import ClusterClosed, ConfigError, EngineLost, RequestRejected
 from dpkit.names import EngineState
 from dpkit.nursery.cluster import open_cluster
 from dpkit.nursery.reload import make_plan
-from dpkit.testing.faults import CRASH, FaultyModel
+from dpkit.testing.faults import CRASH, FaultyModel, kill_coordinator
 from dpkit.testing.idle import check_idle
 from dpkit.testing.wrapper import named
 from tests.nursery.lab import Timed
@@ -272,6 +272,23 @@ async def test_what_leaving_engines_do_not_finish_in_time_is_lost(autojump_clock
             with pytest.raises(EngineLost, match=r"held request .*: engine engine-1 was retired"):
                 await stream.read_all()
             assert stream.text == "ab"
+
+
+async def test_a_coordinator_that_is_back_knows_who_still_finishes(autojump_clock: object) -> None:
+    with configs() as make:
+        async with (
+            open_cluster(make(2)) as cluster,
+            cluster.client.generate("x" * 40, engine="engine-1") as stream,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(cluster.scale, "engine", 1)
+            await trio.testing.wait_all_tasks_blocked()
+            kill_coordinator(cluster)
+            assert (await stream.read_all()).text == "x" * 40
+            heard = cluster.statistics().coordinator
+            assert (heard.unknown_engines, heard.ended_lives > 0) == (0, True)
+        assert cluster.statistics().coordinator_restarts == 1
+        check_idle(cluster)
 
 
 async def test_engines_that_restart_together_are_replaced_together(autojump_clock: object) -> None:
