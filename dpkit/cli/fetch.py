@@ -1,7 +1,7 @@
 """`dpkit fetch NAME`: puts a model into the user's cache, with a progress bar on a terminal.
 
-Without NAME it lists what there is. Exit 0 when the model is there, 2 for an unknown name, 1 when it
-could not be fetched.
+Without NAME it lists what there is. Exit 0 when the model is there, 2 for an unknown name, 1 when
+it could not be fetched.
 """
 
 from __future__ import annotations
