@@ -137,7 +137,7 @@ def read_state(path: Path) -> State:
         UsageError: it cannot be read, or no engine in it is ready.
     """
     try:
-        told = json.loads(path.read_bytes())
+        told = _json(path)
         state = msgspec.convert(told.get("statistics", told), State)
     except (OSError, ValueError, AttributeError) as error:
         raise click.UsageError(
@@ -147,6 +147,13 @@ def read_state(path: Path) -> State:
     if not any(engine.state == READY for engine in state.engines):
         raise click.UsageError(f"--state {path}: no engine is {READY}, so none may be picked")
     return state
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError("it is no JSON") from error
 
 
 def dry_run(

@@ -186,6 +186,18 @@ def test_what_is_no_state_is_refused(run: Run, told: object) -> None:
     assert "it must be what a server's /statistics page says" in said
 
 
+@pytest.mark.parametrize("told", [b"# dpkit\n", b"\xff\xfe"])
+def test_a_state_that_is_no_json_is_told_what_it_must_be(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], told: bytes
+) -> None:
+    run(state(0), "--pick", ASKED)
+    (tmp_path / "README.md").write_bytes(told)
+    where = [str(tmp_path / "dpkit.toml"), "--state", str(tmp_path / "README.md")]
+    assert main(["explain", *where, "--pick", ASKED]) == 2
+    said = "README.md: it is no JSON; it must be what a server's /statistics page says, or"
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_state_without_a_ready_engine_is_refused(run: Run) -> None:
     said = run({"engines": [engine(0, state="down")]}, "--pick", ASKED, code=2)
     assert "no engine is ready, so none may be picked" in said
