@@ -122,6 +122,7 @@ def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, words
 @pytest.mark.parametrize(
     "data",
     [gzip.compress(CSV.encode() * 99)[:40], b"\x1f\x8b no gzip, either"],
+    ids=["cut", "no gzip"],
 )
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "some.csv"
