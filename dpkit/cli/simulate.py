@@ -11,8 +11,9 @@ import click
 from attrs import evolve
 
 from dpkit.cli.words import plural
-from dpkit.config.checks import did_you_mean
+from dpkit.config.checks import BadValue, did_you_mean
 from dpkit.config.load import load_layers
+from dpkit.config.units import parse_duration
 from dpkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,9 +137,9 @@ def make_scenario(
     from dpkit.simulate.run import Scenario  # noqa: PLC0415 - Trio costs `--help` too much
     from dpkit.simulate.settings import simulated, smallest_kv  # noqa: PLC0415 - likewise
 
-    if stats_interval is not None:
-        overrides = (*overrides, f"coordinator.interval={stats_interval}")
     given, layers = _config(file, trace, overrides)
+    if stats_interval is not None:
+        given = _with_interval(given, stats_interval)
     config = simulated(given, engines=engines, seed=seed, layers=layers)
     asks = _trace(trace, rows, seed).clipped(smallest_kv(config))
     return Scenario(config=config, trace=asks, clients=clients, seed=seed)
@@ -174,6 +175,14 @@ def _config(file: str | None, trace: str, overrides: Sequence[str]) -> tuple[Con
     from dpkit.config.load import parse_config  # noqa: PLC0415 - for those alone
 
     return parse_config(text_for(trace), overrides=overrides), None
+
+
+def _with_interval(config: Config, text: str) -> Config:
+    try:
+        coordinator = evolve(config.coordinator, interval=parse_duration(text))
+    except BadValue as error:
+        raise click.UsageError(f"--stats-interval {text}: {error.problem}") from error
+    return evolve(config, coordinator=coordinator)
 
 
 def _trace(name: str, rows: int | None, seed: int) -> Trace:

@@ -145,6 +145,14 @@ def test_a_workload_brings_its_own_engines(capsys: pytest.CaptureFixture[str]) -
         ),
         (["--trace", "micro-long", "--policy", "random@x"], "--policy random@x: bind it random@e"),
         (["--trace", "micro-long", "--set", "x=1"], "--set x=1: x: unknown key"),
+        (
+            ["--trace", "micro-long", "--stats-interval", "100"],
+            "--stats-interval 100: expected a duration",
+        ),
+        (
+            ["--trace", "micro-long", "--stats-interval", "99h"],
+            "--stats-interval 99h: must be between ",
+        ),
         (["--trace", "i48808", "--load", "1"], "--load 1: i48808 is a closed loop of 32 users"),
     ],
 )
