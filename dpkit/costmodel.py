@@ -180,12 +180,12 @@ def parse_preset(text: str) -> Preset:
     if strange := sorted(set(table) - cost_keys - own_keys):
         known = ", ".join(sorted(cost_keys | own_keys))
         raise ValueError(f"there is no key {strange[0]!r} in a preset; there are: {known}")
-    for key in ("a_ms", "b_us", "c_us", "d_ns", "q_ns"):
-        if key not in table:
-            raise ValueError(f"a preset needs {key}; it may be 0")
     for key, value in table.items():
         if key not in {"experts", "measured_by"} and not _is_amount(value):
             raise ValueError(f"{key} must be a number from 0 on, not {value!r}")
+    for key in ("a_ms", "b_us", "c_us", "d_ns", "q_ns"):
+        if key not in table:
+            raise ValueError(f"a preset needs {key}; it may be 0")
     cost = {key: table[key] for key in cost_keys & set(table)}
     if "experts" in cost:
         cost["experts"] = _experts(cost["experts"])

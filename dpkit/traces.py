@@ -112,7 +112,7 @@ def read_trace(
     """
     path = Path(path)
     lines = read_lines(path)
-    read = _form_of(path, lines[0] if lines else "", needs_times=needs_times)
+    read = _form_of(path, lines[0], needs_times=needs_times)
     asks = sorted(_asks(path, lines, read, rows), key=lambda ask: ask.arrival_s)
     if not asks:
         raise ConfigError([f"{path}: the trace has no requests"])
@@ -143,15 +143,25 @@ def read_lines(path: Path) -> list[str]:
     """The lines of a text file, which may be gzipped.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or has none.
     """
     try:
         raw = path.read_bytes()
-        return (gzip.decompress(raw) if raw.startswith(_GZIP) else raw).decode().splitlines()
+        data = gzip.decompress(raw) if raw.startswith(_GZIP) else raw
     except FileNotFoundError as error:
         raise ConfigError([f"{path}: no such file"]) from error
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise ConfigError([f"{path}: it cannot be read: {error}"]) from error
+    if not data:
+        raise ConfigError([f"{path}: the file is empty"])
+    try:
+        return data.decode().splitlines()
+    except UnicodeDecodeError as error:
+        if path.suffix == ".gz" and data is raw:
+            raise ConfigError([f"{path}: it is not gzip, though its name ends so"]) from None
+        number = 1 + data.count(b"\n", 0, error.start)
+        problem = f"not UTF-8: byte 0x{data[error.start]:02x}; save the file as UTF-8"
+        raise ConfigError([f"{path}:{number}: {problem}"]) from None
 
 
 def _asks(

@@ -55,7 +55,7 @@ def test_azures_stamps_are_read_to_the_microsecond(tmp_path: Path) -> None:
             "hello\n",
             "some.csv:1: no trace that is known here: expected a CSV header with arrival_s",
         ),
-        ("", "some.csv:1: no trace that is known here: expected"),
+        ("\n", "some.csv:1: no trace that is known here: expected"),
         (
             "prompt_tokens,output_tokens\n",
             "some.csv:1: no trace that is known here: expected a CSV header with arrival_s",
@@ -121,13 +121,33 @@ def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, words
 
 @pytest.mark.parametrize(
     "data",
-    [b"\xff\xfe\x00", gzip.compress(CSV.encode() * 99)[:40], b"\x1f\x8b no gzip, either"],
+    [gzip.compress(CSV.encode() * 99)[:40], b"\x1f\x8b no gzip, either"],
+    ids=["cut", "no gzip"],
 )
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "some.csv"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"some\.csv: it cannot be read: "):
         read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("some.csv", f"{CSV}9,600,3,é\n".encode("latin-1"), "some.csv:5: not UTF-8: byte 0xe9; "),
+        ("some.csv.gz", gzip.compress(b"\xff\xfe"), "some.csv.gz:1: not UTF-8: byte 0xff; save "),
+        ("some.csv.gz", b"\xff\xfe\x00", "some.csv.gz: it is not gzip, though its name ends so"),
+        ("some.csv", b"", "some.csv: the file is empty"),
+        ("some.csv.gz", gzip.compress(b""), "some.csv.gz: the file is empty"),
+    ],
+    ids=["latin-1", "gzipped", "random", "empty", "empty when unpacked"],
+)
+def test_a_file_that_is_no_text_is_told(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{tmp_path}/{said}")
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:

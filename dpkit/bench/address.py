@@ -70,10 +70,10 @@ def parse_url(url: str) -> Address:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise BadAddress(f"--url {url}: {error}") from None
+        raise BadAddress(f"{url!r}: {error}") from None
     has_host = bool(parts.hostname) and not parts.netloc.endswith(":")
     if parts.scheme not in _SCHEMES or not has_host or parts.query or parts.fragment:
-        raise BadAddress(f"--url {url}: expected http://HOST:PORT, https://HOST or unix:PATH")
+        raise BadAddress(f"{url!r}: expected http://HOST:PORT, https://HOST or unix:PATH")
     return Address(
         url=url,
         host=parts.hostname or "",

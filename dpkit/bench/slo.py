@@ -66,9 +66,9 @@ def parse_slo(text: str) -> Slo:
     for part in text.split(","):
         name, _, duration = part.strip().partition("=")
         if name not in _NAMES:
-            raise BadSlo(f"--slo {text}: {name!r} is none of {', '.join(_NAMES)}")
+            raise BadSlo(f"{name!r} is none of {', '.join(_NAMES)}")
         try:
             bounds[name] = parse_duration(duration)
         except BadValue as error:
-            raise BadSlo(f"--slo {text}: {name}: {error.problem}") from None
+            raise BadSlo(f"{name}: {error.problem}") from None
     return Slo(**bounds)

@@ -12,6 +12,9 @@ from pathlib import Path
 from dpkit.checkpoint.catalogue import FETCHABLE
 from dpkit.errors import ModelNotFound
 
+_BUILT_IN = "echo"
+"""The model that has no files: not found here, but what a mistyped name may have meant."""
+
 
 def cache_folder() -> Path:
     """Where fetched models live: `$DPKIT_CACHE`, or dpkit's folder in the user's cache."""
@@ -63,4 +66,6 @@ def _how_to_get(name: str) -> str:
         return f"`dpkit fetch {name}` gets it"
     if (meant := closest(name)) is not None:
         return f"did you mean {meant!r}? `dpkit fetch {meant}` gets it"
+    if difflib.get_close_matches(name.lower(), [_BUILT_IN]):
+        return f"did you mean {_BUILT_IN!r}?"
     return f"`dpkit fetch {next(iter(FETCHABLE))}` gets the demo model"

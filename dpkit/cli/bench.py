@@ -11,6 +11,7 @@ import click
 import trio
 from attrs import evolve
 
+from dpkit.bench.address import parse_url
 from dpkit.bench.arrivals import Arrivals
 from dpkit.bench.lengths import Fixed, parse_lengths
 from dpkit.bench.plan import Load
@@ -52,9 +53,16 @@ def _parse_warm_up(text: str) -> tuple[int, float]:
     return (int(text), 0.0) if text.isdecimal() else (0, parse_duration(text))
 
 
+def _checked_url(text: str) -> str:
+    """The text itself: a wrong URL is a mistake of usage, not a server that is down."""
+    parse_url(text)
+    return text
+
+
 _LENGTHS: dict[str, Any] = {"metavar": "LENGTHS", "callback": _parsed(parse_lengths)}
 _TIME: dict[str, Any] = {"metavar": "TIME", "callback": _parsed(parse_duration)}
 _WARM_UP: dict[str, Any] = {"metavar": "TIME|N", "callback": _parsed(_parse_warm_up)}
+_URL: dict[str, Any] = {"callback": _parsed(_checked_url)}
 _SLO: dict[str, Any] = {"metavar": "SLO", "callback": _parsed(parse_slo)}
 _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True, max=1e6)
@@ -62,7 +70,9 @@ _POSITIVE = click.FloatRange(min=0, min_open=True, max=1e6)
 
 @click.command("bench")
 @click.argument("file", default="dpkit.toml", type=click.Path())
-@click.option("--url", help="Of a server with OpenAI's routes: http://HOST:PORT or unix:PATH.")
+@click.option(
+    "--url", **_URL, help="Of a server with OpenAI's routes: http://HOST:PORT or unix:PATH."
+)
 @click.option("--model", help="Of the server; its first one unless given.")
 @click.option("--chat", is_flag=True, help="Ask for chats rather than completions.")
 @click.option("--api-key-env", metavar="NAME", help="Variable with the server's key.")

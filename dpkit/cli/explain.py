@@ -87,7 +87,7 @@ def command(
         for group, end in zip(config.engines, ends, strict=True)
     ]
     if pick is not None or state is not None:
-        _pick(config, groups, pick, state, as_json=as_json)
+        _pick(config, groups, file, pick, state, as_json=as_json)
         return
     if as_json:
         click.echo(json.dumps({"file": file, **_facts(config, groups)}))
@@ -99,6 +99,7 @@ def command(
 def _pick(
     config: Config,
     groups: Sequence[GroupFacts],
+    file: str,
     asked: str | None,
     state: Path | None,
     *,
@@ -109,7 +110,11 @@ def _pick(
     from dpkit.cli import pick  # noqa: PLC0415 - policies cost time
 
     request = pick.read_request(asked)
-    picked = pick.dry_run(config, groups, pick.read_state(state), request)
+    books = pick.read_state(state)
+    picked = pick.dry_run(config, groups, books, request)
+    if difference := pick.difference(groups, books):
+        said = f"its engines, which the pick is among, are not those of {file}: {difference}"
+        click.echo(f"warning: --state {state}: {said}", err=True)
     if as_json:
         click.echo(json.dumps(pick.pick_json(picked)))
         return

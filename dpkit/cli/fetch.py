@@ -1,6 +1,7 @@
 """`dpkit fetch NAME`: puts a model into the user's cache, with a progress bar on a terminal.
 
-Exit 0 when the model is there, 2 for an unknown name, 1 when it could not be fetched.
+Without NAME it lists what there is. Exit 0 when the model is there, 2 for an unknown name, 1 when
+it could not be fetched.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 def command(name: str | None, *, list_names: bool) -> None:
     """Fetch model NAME into the user's cache, so that a config may say `model = "NAME"`.
 
+    Without NAME, list what can be fetched.
+
     A second fetch finds it there. The cache is $DPKIT_CACHE, else ~/.cache/dpkit.
     """
-    if list_names:
+    if list_names or name is None:
         click.echo(_listed())
         return
-    if name is None:
-        raise click.UsageError(f"which model? These can be fetched:\n{_listed()}")
     try:
         _fetch(name)
     except ModelNotFound as error:

@@ -39,6 +39,9 @@ READY = "ready"
 _MOST = 10_000_000
 """Tokens of a prompt: more than any model takes, and made within a second."""
 
+_NAMED = 3
+"""Engines that are named in a line that is about many."""
+
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True):
     """The request: how long its prompt is, or which tokens."""
@@ -137,7 +140,7 @@ def read_state(path: Path) -> State:
         UsageError: it cannot be read, or no engine in it is ready.
     """
     try:
-        told = json.loads(path.read_bytes())
+        told = _json(path)
         state = msgspec.convert(told.get("statistics", told), State)
     except (OSError, ValueError, AttributeError) as error:
         raise click.UsageError(
@@ -147,6 +150,33 @@ def read_state(path: Path) -> State:
     if not any(engine.state == READY for engine in state.engines):
         raise click.UsageError(f"--state {path}: no engine is {READY}, so none may be picked")
     return state
+
+
+def difference(groups: Sequence[GroupFacts], state: State) -> str:
+    """Which engines are only in the config, and which only in the state; empty: they are the same.
+
+    Either may be right: a cluster may have been scaled, or the file be another's.
+    """
+    declared = [f"{group.name}-{number}" for group in groups for number in range(group.count)]
+    known = [_id(each.engine).name for each in state.engines]
+    missing = [name for name in declared if name not in set(known)]
+    strange = [name for name in known if name not in set(declared)]
+    parts = [f"without {_some(missing)}"] * bool(missing) + [f"with {_some(strange)}"] * bool(
+        strange
+    )
+    return ", ".join(parts)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + f" and {more} more" * (more > 0)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError("it is no JSON") from error
 
 
 def dry_run(

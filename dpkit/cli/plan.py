@@ -14,6 +14,7 @@ from dpkit.cli.simulate import (
     make_scenario,
     progress_bars,
     refuse_nowhere,
+    trace_option,
     write,
 )
 from dpkit.config.checks import BadValue
@@ -29,7 +30,7 @@ _FAILED = 1
 
 @click.command("plan")
 @click.argument("file", required=False, type=click.Path())
-@click.option("--trace", "trace", required=True, metavar="T", help="A trace file, or a workload.")
+@trace_option
 @click.option("--policy", "policies", multiple=True, metavar="P", help="Repeat it to compare.")
 @click.option("--ttft", metavar="TIME", help="Of 99 % of the requests, such as 500ms.")
 @click.option("--tpot", metavar="TIME", help="Likewise, of each token after the first.")

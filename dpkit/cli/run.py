@@ -5,6 +5,7 @@ Which of the two is decided here: a file with `[server]` serves, unless prompts 
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import stat
@@ -30,9 +31,13 @@ from dpkit.nursery.services import open_services
 from dpkit.testing.idle import check_idle
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dpkit.cli.signals import Signals
     from dpkit.config.schema import Config
     from dpkit.nursery.cluster import Cluster
+
+_log = logging.getLogger(__name__)
 
 _STDIN = "-"
 
@@ -86,10 +91,15 @@ def command(  # noqa: PLR0917 - click passes by keyword
     )
     asked = _Prompts(texts=_texts(prompts), chat=chat, sampling=_sampling(max_tokens, temperature))
     config = _load(options)
-    serves = config.server is not None and not prompts and not _stdin_is_a_file()
+    serves = config.server is not None and not prompts and not _stdin_is(stat.S_ISREG)
     if serves:
         _refuse_options_of_prompts()
     options.set_up_logs(config.log)
+    if serves and _stdin_is(stat.S_ISFIFO):
+        _log.warning(
+            "standard input is a pipe, and not read: this file serves HTTP ([server]); give "
+            "--prompt - to have its lines answered instead"
+        )
     if isinstance(sys.stdout, TextIOWrapper):  # an answer may have letters that a terminal has not
         sys.stdout.reconfigure(errors="backslashreplace")
     return trio.run(_main, config, options, None if serves else asked)
@@ -103,10 +113,14 @@ def _texts(prompts: tuple[str, ...]) -> tuple[str, ...]:
     return ()
 
 
-def _stdin_is_a_file() -> bool:
-    """Whether somebody redirected a file. A pipe says nothing: service managers give one."""
+def _stdin_is(kind: Callable[[int], bool]) -> bool:
+    """Whether standard input is of this kind; closed, it is of none.
+
+    A file was redirected by somebody who wants it read. A pipe says nothing, for service managers
+    give one: it is no reason to answer prompts, nor to refuse to serve.
+    """
     try:
-        return sys.stdin is not None and stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode)
+        return sys.stdin is not None and kind(os.fstat(sys.stdin.fileno()).st_mode)
     except (OSError, ValueError):
         return False
 

@@ -11,9 +11,12 @@ import click
 from attrs import evolve
 
 from dpkit.cli.words import plural
-from dpkit.config.checks import did_you_mean
+from dpkit.config.checks import BadValue, did_you_mean
 from dpkit.config.load import load_layers
+from dpkit.config.units import parse_duration
 from dpkit.errors import ConfigError
+from dpkit.simulate.workloads import WORKLOADS, make_workload
+from dpkit.traces import read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +34,13 @@ if TYPE_CHECKING:
 
 STANDARD_OUTPUT = "-"
 
+trace_option = click.option(
+    "--trace",
+    required=True,
+    metavar="T",
+    help=f"A trace file, or a workload: {', '.join(WORKLOADS)}.",
+)
+
 # Of commands that may write their results beside what they print. As a flag it is what it is for
 # all others: one JSON object on standard output, and nothing else.
 json_option = click.option(
@@ -46,7 +56,7 @@ json_option = click.option(
 
 @click.command("simulate")
 @click.argument("file", required=False, type=click.Path())
-@click.option("--trace", "trace", required=True, metavar="T", help="A trace file, or a workload.")
+@trace_option
 @click.option("--policy", "policies", multiple=True, metavar="P", help="Repeat it to compare.")
 @click.option("--load", type=click.FloatRange(0.01, 100), help="Of what the pool can do at best.")
 @click.option("--rows", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
@@ -136,9 +146,9 @@ def make_scenario(
     from dpkit.simulate.run import Scenario  # noqa: PLC0415 - Trio costs `--help` too much
     from dpkit.simulate.settings import simulated, smallest_kv  # noqa: PLC0415 - likewise
 
-    if stats_interval is not None:
-        overrides = (*overrides, f"coordinator.interval={stats_interval}")
     given, layers = _config(file, trace, overrides)
+    if stats_interval is not None:
+        given = _with_interval(given, stats_interval)
     config = simulated(given, engines=engines, seed=seed, layers=layers)
     asks = _trace(trace, rows, seed).clipped(smallest_kv(config))
     return Scenario(config=config, trace=asks, clients=clients, seed=seed)
@@ -161,7 +171,6 @@ def with_faults(scenario: Scenario, texts: Sequence[str]) -> Scenario:
 
 def _config(file: str | None, trace: str, overrides: Sequence[str]) -> tuple[Config, Layers | None]:
     from dpkit.simulate.settings import text_for  # noqa: PLC0415 - Trio costs `--help` too much
-    from dpkit.simulate.workloads import WORKLOADS  # noqa: PLC0415 - with it
 
     if file is not None:
         loaded = load_layers(file, overrides=overrides)
@@ -176,10 +185,15 @@ def _config(file: str | None, trace: str, overrides: Sequence[str]) -> tuple[Con
     return parse_config(text_for(trace), overrides=overrides), None
 
 
-def _trace(name: str, rows: int | None, seed: int) -> Trace:
-    from dpkit.simulate.workloads import WORKLOADS, make_workload  # noqa: PLC0415 - likewise
-    from dpkit.traces import read_trace  # noqa: PLC0415 - `--help` needs none
+def _with_interval(config: Config, text: str) -> Config:
+    try:
+        coordinator = evolve(config.coordinator, interval=parse_duration(text))
+    except BadValue as error:
+        raise click.UsageError(f"--stats-interval {text}: {error.problem}") from error
+    return evolve(config, coordinator=coordinator)
 
+
+def _trace(name: str, rows: int | None, seed: int) -> Trace:
     if name in WORKLOADS:
         return make_workload(name, rows=rows, seed=seed)
     if not Path(name).exists():

@@ -39,7 +39,7 @@ def read_measured(path: str | Path) -> list[Step] | list[Served]:
     """
     path = Path(path)
     lines = read_lines(path)
-    header = set(lines[0].split(",")) if lines else set()
+    header = set(lines[0].split(","))
     if header >= set(_STEPS.split(",")):
         return _rows(path, lines, _step)
     if header >= set(_RUN.split(",")):

@@ -351,13 +351,13 @@ def test_urls_are_read(url: str, host: str, port: int, authority: str, prefix: s
     ],
 )
 def test_a_url_that_is_none_is_refused(url: str) -> None:
-    said = f"--url {url}: expected http://HOST:PORT, https://HOST or unix:PATH"
+    said = f"{url!r}: expected http://HOST:PORT, https://HOST or unix:PATH"
     with pytest.raises(BadAddress, match=re.escape(said)):
         parse_url(url)
 
 
 def test_a_port_that_is_none_is_refused() -> None:
-    with pytest.raises(BadAddress, match="--url http://a:99999: Port out of range"):
+    with pytest.raises(BadAddress, match="'http://a:99999': Port out of range"):
         parse_url("http://a:99999")
 
 

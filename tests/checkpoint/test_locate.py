@@ -53,6 +53,7 @@ def test_a_bare_name_may_be_a_directory_here(here: Path) -> None:
         ("smollm2-135m", r"not in .*cache; `dpkit fetch smollm2-135m` gets it"),
         ("smollm-135", r"did you mean 'smollm2-135m'\? `dpkit fetch smollm2-135m` gets it"),
         ("llama9", r"nor a name that can be fetched \(smollm2-135m\); `dpkit fetch smollm2-135m`"),
+        ("ecko", r"no model 'ecko': neither .*; did you mean 'echo'\?$"),
         ("models/smollm2-135m.gguf", r"no model at models/smollm2-135m.gguf; `dpkit fetch smollm2"),
     ],
 )

@@ -186,6 +186,46 @@ def test_what_is_no_state_is_refused(run: Run, told: object) -> None:
     assert "it must be what a server's /statistics page says" in said
 
 
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (state(0, 0, 0), None),
+        (state(0, 0), "without engine-2"),
+        (state(*[0] * 7), "with engine-3, engine-4, engine-5 and 1 more"),
+        (
+            {"engines": [engine(0, engine=f"other-{n}#2") for n in (0, 1)]},
+            "without engine-0, engine-1, engine-2, with other-0, other-1",
+        ),
+    ],
+)
+def test_a_state_of_other_engines_than_the_files_is_told(
+    run: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    told: object,
+    said: str | None,
+) -> None:
+    file, books = str(tmp_path / "dpkit.toml"), str(tmp_path / "state.json")
+    assert json.loads(run(told, "--pick", ASKED, "--json")), "it is picked all the same"
+    assert main(["explain", file, "--state", books, "--pick", ASKED]) == 0
+    warning = (
+        f"warning: --state {books}: its engines, which the pick is among, are not those of {file}"
+    )
+    assert capsys.readouterr().err == (f"{warning}: {said}\n" if said else "")
+
+
+@pytest.mark.parametrize("told", [b"# dpkit\n", b"\xff\xfe"])
+def test_a_state_that_is_no_json_is_told_what_it_must_be(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], told: bytes
+) -> None:
+    run(state(0), "--pick", ASKED)
+    (tmp_path / "README.md").write_bytes(told)
+    where = [str(tmp_path / "dpkit.toml"), "--state", str(tmp_path / "README.md")]
+    assert main(["explain", *where, "--pick", ASKED]) == 2
+    said = "README.md: it is no JSON; it must be what a server's /statistics page says, or"
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_state_without_a_ready_engine_is_refused(run: Run) -> None:
     said = run({"engines": [engine(0, state="down")]}, "--pick", ASKED, code=2)
     assert "no engine is ready, so none may be picked" in said

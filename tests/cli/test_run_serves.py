@@ -97,7 +97,7 @@ def start(tmp_path: Path, toml: str, *args: str, **options: Any) -> Iterator[sub
     with subprocess.Popen(
         [sys.executable, "-m", "dpkit", "run", str(path), *args],
         text=True,
-        stdin=subprocess.DEVNULL,
+        stdin=options.pop("stdin", subprocess.DEVNULL),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**environment, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},  # noqa: PTH109
@@ -135,6 +135,16 @@ def test_it_says_where_it_serves_and_how_to_try_it(tmp_path) -> None:
         code, out, err = served.end(TERM)
         assert (code, err) == (0, "")
         assert "Traceback" not in out
+
+
+def test_a_pipe_that_is_not_read_is_told(tmp_path) -> None:
+    with serving(tmp_path, ECHO, "--log-format", "json", stdin=subprocess.PIPE) as served:
+        code, _, err = served.end(TERM)
+    assert code == 0
+    told = json.loads(err)  # one line
+    assert (told["level"], told["logger"]) == ("warning", "dpkit.cli.run")
+    assert told["message"].startswith("standard input is a pipe, and not read: this file serves ")
+    assert "--prompt - " in told["message"]
 
 
 def test_with_json_it_says_so_in_json(tmp_path) -> None:

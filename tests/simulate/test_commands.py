@@ -17,6 +17,7 @@ from dpkit.cli.main import main
 from dpkit.errors import ConfigError, DpkitError
 from dpkit.simulate.plan import Promise, least_engines
 from dpkit.simulate.pool import run_side_by_side
+from dpkit.simulate.workloads import WORKLOADS
 from tests.simulate.lab import scenario_of
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +146,14 @@ def test_a_workload_brings_its_own_engines(capsys: pytest.CaptureFixture[str]) -
         ),
         (["--trace", "micro-long", "--policy", "random@x"], "--policy random@x: bind it random@e"),
         (["--trace", "micro-long", "--set", "x=1"], "--set x=1: x: unknown key"),
+        (
+            ["--trace", "micro-long", "--stats-interval", "100"],
+            "--stats-interval 100: expected a duration",
+        ),
+        (
+            ["--trace", "micro-long", "--stats-interval", "99h"],
+            "--stats-interval 99h: must be between ",
+        ),
         (["--trace", "i48808", "--load", "1"], "--load 1: i48808 is a closed loop of 32 users"),
     ],
 )
@@ -189,6 +198,13 @@ def test_a_model_without_costs_is_told_where_it_stands(
     assert capsys.readouterr().err.startswith(f"{file}:2:1: {said}")
     assert main(["plan", str(file), "--trace", "micro-long", "--ttft", "1s"]) == 2
     assert capsys.readouterr().err.startswith(f"{file}:2:1: {said}")
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_the_help_names_the_workloads(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    said = "".join(capsys.readouterr().out.split())  # which is broken into lines
+    assert f"workload:{','.join(WORKLOADS)}." in said
 
 
 @pytest.mark.parametrize("file", [True, False])

@@ -271,6 +271,7 @@ def test_every_built_in_preset_can_be_written_and_read() -> None:
     ("text", "words"),
     [
         ("a_ms = 1\n", "a preset needs b_us; it may be 0"),
+        ('a_ms = "x"\n', "a_ms must be a number from 0 on, not 'x'"),
         ("speed = 1\n", "there is no key 'speed' in a preset; there are: a2_ms, a_ms"),
         ("a_ms = -1\nb_us = 1\nc_us = 1\nd_ns = 1\nq_ns = 1\n", "a_ms must be a number from 0 on"),
         (
