@@ -30,6 +30,7 @@ from dpkit.errors import (
     ClusterNotStarted,
     Draining,
     InternalError,
+    plural,
 )
 from dpkit.imports import refuse_while_importing
 from dpkit.names import Cause
@@ -220,7 +221,7 @@ class Cluster:
             finally:  # cancelled while the last ones leave: they do
                 groups = self._roster.groups.values()
                 self.config = evolve(self.config, engines=tuple(group.config for group in groups))
-            self.events.emit(EventKind.SCALED, detail=f"{name}: {count} engines")
+            self.events.emit(EventKind.SCALED, detail=f"{name}: {plural(count, 'engine')}")
 
     def plan(self, config: Config | str | Path) -> Plan:
         """What `apply` would change; takes a loaded config, or the path of a TOML file.

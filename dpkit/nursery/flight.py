@@ -20,6 +20,7 @@ from dpkit.errors import (
     Draining,
     Overloaded,
     RequestRejected,
+    plural,
 )
 from dpkit.logs import about
 from dpkit.names import Cause, FinishReason
@@ -310,9 +311,9 @@ def lateness(
 
 def _too_late(flight: Flight) -> DeadlineExceeded:
     """What a request hears whose deadline has passed."""
-    request_id = flight.request.request_id
+    request_id, made = flight.request.request_id, plural(len(flight.delivered), "token")
     return DeadlineExceeded(
-        f"request {request_id}: its deadline passed after {len(flight.delivered)} tokens; "
+        f"request {request_id}: its deadline passed after {made}; "
         "give it more time, or ask for fewer tokens",
         request_id=request_id,
     )

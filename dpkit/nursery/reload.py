@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from attrs import asdict, define, evolve, field, frozen
 
-from dpkit.errors import ConfigError
+from dpkit.errors import ConfigError, plural
 from dpkit.names import EngineKind, Strategy
 from dpkit.nursery.roster import Group, count_alive, refuse_few
 
@@ -133,7 +133,7 @@ def _group_changes(old: Config, new: Config) -> Iterator[str]:
         elif is_other(before[name], group):
             yield f"engines.{name}: {_some(group.count, 'is', 'are all')} replaced"
         elif before[name].count != group.count:
-            yield f"engines.{name}: {before[name].count} → {group.count} engines"
+            yield f"engines.{name}: {before[name].count} → {plural(group.count, 'engine')}"
 
 
 def _some(count: int, one: str, more: str) -> str:

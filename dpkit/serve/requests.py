@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import msgspec
 from attrs import evolve, fields, frozen
 
+from dpkit.errors import plural
 from dpkit.sampling import MOST_TOKENS, SamplingParams
 from dpkit.serve.errors import bad_request
 from dpkit.serve.messages import Message, plain_messages, read_messages
@@ -207,7 +208,8 @@ def _order(
     n = 1 if asked.n is None else asked.n
     if n * len(prompts) > MOST_ANSWERS:
         raise bad_request(
-            f"{len(prompts)} prompts and n = {n} are more than {MOST_ANSWERS} answers", "n"
+            f"{plural(len(prompts), 'prompt')} and n = {n} are more than {MOST_ANSWERS} answers",
+            "n",
         )
     told: dict[str, int | None] = {name: more.pop(name) for name in _TOLD if name in more}
     options = asked.stream_options

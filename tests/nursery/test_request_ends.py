@@ -60,6 +60,14 @@ async def test_a_deadline_in_decode_keeps_what_came_and_frees_the_engine(
         check_idle(cluster)
 
 
+async def test_a_deadline_after_one_token_counts_it_alone(autojump_clock: object) -> None:
+    async with Lab([Timed()]).open() as cluster:
+        with pytest.raises(DeadlineExceeded, match="passed after 1 token; "):
+            await cluster.client.complete("abcdefgh", timeout=0.15)
+        await settle()
+        check_idle(cluster)
+
+
 async def test_a_deadline_in_prefill_ends_it_between_chunks(autojump_clock: object) -> None:
     lab = Lab([Timed()], scheduler="max_num_batched_tokens = 64")
     async with lab.open() as cluster:

@@ -69,6 +69,8 @@ LONG = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1000}
         ({"prompt": "a", "stream_options": {}}, "stream_options", "needs stream"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "grammar"),
         ({"prompt": "a", "guided_choice": ["b"]}, "guided_choice", "grammar"),
+        ({"prompt": "a", "n": 129}, "n", "from 1 to 128"),
+        ({"prompt": "a", "n": 2000}, "n", "1 prompt and n = 2000 are more than 1024"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
