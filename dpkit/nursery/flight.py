@@ -241,7 +241,7 @@ def cause_of(output: EngineOutput, seen: EngineOutput) -> Cause:
 
 
 def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
-    """What a request hears that comes, or is still there, when the cluster is going away."""
+    """What a request hears that comes when the cluster is going away."""
     if kind is Draining:
         return Draining(
             f"request {request_id}: the cluster is draining and takes no new requests; "
@@ -251,6 +251,23 @@ def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
         )
     return ClusterClosed(
         f"request {request_id}: the cluster is closed; make requests inside its `async with` block",
+        request_id=request_id,
+    )
+
+
+def cut_off(kind: type[DpkitError] | None, flight: Flight) -> DpkitError:
+    """What a request hears that is still there when its time to finish is over."""
+    request_id = flight.request.request_id
+    cut = f"request {request_id}: it was cut off after {plural(len(flight.delivered), 'token')}"
+    if kind is Draining:
+        return Draining(
+            f"{cut}, as the cluster drains and the time to finish was over; "
+            "ask another cluster, or this one again when it is back",
+            retry_after=_DRAIN_RETRY_S,
+            request_id=request_id,
+        )
+    return ClusterClosed(
+        f"{cut}, as the cluster was left; await what is under way inside its `async with` block",
         request_id=request_id,
     )
 
