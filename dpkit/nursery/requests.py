@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import trio
 from attrs import evolve, frozen
 
+from dpkit.config.checks import did_you_mean
 from dpkit.errors import RequestRejected
 from dpkit.messages import GenerateRequest, SamplingParams
 from dpkit.nursery.prompts import Encoder
@@ -146,6 +147,9 @@ class RequestMaker:
             sampling = SamplingParams(**fields) if given is None else evolve(given, **fields)
         except ValueError as error:
             raise RequestRejected(f"bad sampling option: {error}") from error
+        except TypeError:
+            _refuse_unknown(fields)
+            raise
         if sampling.echo and sampling.prompt_logprobs is None:
             sampling = evolve(sampling, prompt_logprobs=sampling.logprobs)
         return sampling
@@ -169,6 +173,14 @@ _OPTIONS: Mapping[str, tuple[Any, str]] = {
     "tenant": (str | None, "None or text"),
     "resume": (bool, "True or False"),
 }
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    known = RequestOptions.__annotations__
+    for name in names:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise TypeError(f"there is no option {name!r} of a request{near}") from None
 
 
 def _deadline(timeout: float | None) -> float | None:
