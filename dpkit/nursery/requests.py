@@ -17,7 +17,7 @@ from dpkit.config.checks import did_you_mean
 from dpkit.errors import RequestRejected
 from dpkit.messages import GenerateRequest, SamplingParams
 from dpkit.nursery.prompts import Encoder
-from dpkit.sampling import shown
+from dpkit.sampling import MOST_TOKENS, shown
 from dpkit.text.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -80,10 +80,17 @@ class RequestMaker:
         tokenizer: Of the model that serves them.
         rng: Draws the seeds of requests that bring none.
         prefix: Begins the ids that are made up.
+        vocab_size: As `Encoder` has it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rng: random.Random, prefix: str) -> None:
-        self.encoder = Encoder(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rng: random.Random,
+        prefix: str,
+        vocab_size: int = MOST_TOKENS + 1,
+    ) -> None:
+        self.encoder = Encoder(tokenizer, vocab_size)
         self._rng = rng
         self._ids = (f"{prefix}-{n}" for n in itertools.count(1))
 
