@@ -26,6 +26,11 @@ def describe(error: BaseException) -> str:
     return f"{name}: {said}" if said else name
 
 
+def plural(count: int, noun: str) -> str:
+    """A count with its noun, for messages: "1 token", "2 tokens"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 class DpkitError(Exception):
     """Base of everything dpkit raises on purpose."""
 

@@ -63,7 +63,8 @@ async def main() -> None:
         whole = sum(answers[prompt] == prompt for prompt in prompts)
         print(f"{whole} of {len(prompts)} answers are whole")
         for engine in cluster.statistics().engines:
-            print(f"{engine.engine}: {engine.state}, {engine.restarts} restarts")
+            times = "1 restart" if engine.restarts == 1 else f"{engine.restarts} restarts"
+            print(f"{engine.engine}: {engine.state}, {times}")
 
 
 if __name__ == "__main__":

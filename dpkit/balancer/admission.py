@@ -177,8 +177,9 @@ class AdmissionQueue:
         if waiting >= self.max_queued:
             self._refused += 1
             retry_after = self.retry_after(now)
+            wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
             raise Overloaded(
-                f"request {entry.request_id}: {waiting} requests wait already, and no more may "
+                f"request {entry.request_id}: {wait} already, and no more may "
                 f"(admission.max_queued); try again in {retry_after:.0f} s, or add engines",
                 retry_after=retry_after,
                 request_id=entry.request_id,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dpkit.engine.foreign import name_of
-from dpkit.errors import ModelFailed
+from dpkit.errors import ModelFailed, plural
 from dpkit.messages import SamplingParams, StepResult, TokenLogprob
 from dpkit.sampling import shown
 
@@ -55,15 +55,16 @@ def _token_problem(name: str, token_ids: tuple[int, ...], vocab_size: int) -> st
     if strange := set(map(type, token_ids)) - {int}:
         return f"{name} must hold ints, not {strange.pop().__name__}"
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-        found = f"{shown(min(token_ids))} to {shown(max(token_ids))}"
-        return f"token ids must be 0 to {vocab_size - 1}, not {found}"
+        found = [shown(each) for each in dict.fromkeys((min(token_ids), max(token_ids)))]
+        return f"token ids must be 0 to {vocab_size - 1}, not {' to '.join(found)}"
     return None
 
 
 def _history_problem(request: GenerateRequest) -> str | None:
     max_tokens = request.sampling.max_tokens
     if (said := len(request.output_token_ids)) >= max_tokens:
-        return f"it has {said} output tokens from before, and max_tokens = {max_tokens}"
+        tokens = plural(said, "output token")
+        return f"it has {tokens} from before, and max_tokens = {max_tokens}"
     return None
 
 
@@ -71,7 +72,7 @@ def size_problem(request: GenerateRequest, limits: EngineLimits) -> str | None:
     """By how much `request` is too long for an engine of these limits, if it is."""
     length, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     asked, longest = length + max_tokens, limits.max_model_len
-    sizes = f"{length} prompt tokens and max_tokens = {max_tokens}"
+    sizes = f"{plural(length, 'prompt token')} and max_tokens = {max_tokens}"
     if longest is not None and asked > longest:
         return f"{sizes} are {asked - longest} more than the model's {longest} positions"
     # The token sampled last is never computed, so it needs no room.

@@ -377,10 +377,12 @@ class Builder:
             events=self._events,
         )
         self._membership.add_client(flights)
+        model = self._models[model_key(serves)]
         client = Client(
             ledger=ledger,
             flights=flights,
-            tokenizer=load_tokenizer(self._models[model_key(serves)], serves.model),
+            tokenizer=load_tokenizer(model, serves.model),
+            vocab_size=model.spec.vocab_size,
             rng=self.rng(f"{index}"),
             prefix=f"{config.cluster.name}-{index}",
         )

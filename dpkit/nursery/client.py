@@ -16,6 +16,7 @@ from dpkit.names import Binding, Cause
 from dpkit.nursery.requests import RequestMaker
 from dpkit.nursery.stream import OutputStream
 from dpkit.nursery.submission import Submission, check_sink
+from dpkit.sampling import MOST_TOKENS
 
 if TYPE_CHECKING:
     import random
@@ -95,10 +96,11 @@ class Client:
         tokenizer: Tokenizer,
         rng: random.Random,
         prefix: str,
+        vocab_size: int = MOST_TOKENS + 1,
     ) -> None:
         self._ledger = ledger
         self._flights = flights
-        self._maker = RequestMaker(tokenizer, rng, prefix)
+        self._maker = RequestMaker(tokenizer, rng, prefix, vocab_size)
 
     def __repr__(self) -> str:
         return f"<Client: {self._flights.placed} in flight, {self._flights.queued} queued>"
@@ -245,7 +247,7 @@ class Client:
         """Text of tokens that begin a text; may be called in a thread.
 
         Raises:
-            RequestRejected: the model's tokenizer cannot read them.
+            RequestRejected: one is beyond the model's vocabulary, or its tokenizer cannot read it.
         """
         return self._maker.encoder.decode(token_ids)
 

@@ -22,14 +22,13 @@ from attrs import evolve
 
 from dpkit.balancer.coordinator import CoordinatorRules
 from dpkit.balancer.health import Health
-from dpkit.config.load import load_config
-from dpkit.config.schema import Config
 from dpkit.errors import (
     ClusterClosed,
     ClusterFailed,
     ClusterNotStarted,
     Draining,
     InternalError,
+    plural,
 )
 from dpkit.imports import refuse_while_importing
 from dpkit.names import Cause
@@ -44,7 +43,7 @@ from dpkit.nursery.fanin import StatsFanIn
 from dpkit.nursery.launchers import Launchers
 from dpkit.nursery.logfiles import LogFiles
 from dpkit.nursery.membership import Membership
-from dpkit.nursery.reload import make_plan, prepare
+from dpkit.nursery.reload import as_config, make_plan, prepare
 from dpkit.nursery.roster import Roster, refuse_no_time
 from dpkit.nursery.services import open_services
 from dpkit.nursery.standing import ClusterStatistics, EngineStanding
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
+    from dpkit.config.schema import Config
     from dpkit.messages import EngineId, Snapshot
     from dpkit.nursery.arbitration import Dispatches
     from dpkit.nursery.build import Models
@@ -220,7 +220,7 @@ class Cluster:
             finally:  # cancelled while the last ones leave: they do
                 groups = self._roster.groups.values()
                 self.config = evolve(self.config, engines=tuple(group.config for group in groups))
-            self.events.emit(EventKind.SCALED, detail=f"{name}: {count} engines")
+            self.events.emit(EventKind.SCALED, detail=f"{name}: {plural(count, 'engine')}")
 
     def plan(self, config: Config | str | Path) -> Plan:
         """What `apply` would change; takes a loaded config, or the path of a TOML file.
@@ -370,14 +370,19 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
         ``cluster.grace`` seconds; only a step that hangs in a thread leaves that thread behind.
 
     Error handling:
-        ValueError: `clients` is no whole number from 1 on. RuntimeError: a module opens a cluster
-        while it is imported for a model in it.
+        ValueError: `clients` is no whole number from 1 on. TypeError: the config is neither.
+        RuntimeError: no Trio runs, or a module opens a cluster while it is imported for a model.
         ConfigError, ModelNotFound, ModelUnsupported: raised before any engine starts. An engine
         that fails is restarted; its requests go elsewhere or get `EngineLost`. ClusterFailed: fewer
         engines than ``cluster.min_ready`` are left, or dpkit found a bug of its own; the body was
         cancelled, the first error is the cause. ClusterNotStarted: likewise, before the body
         began. What the body raises comes out bare and unchanged.
     """
+    if not trio.lowlevel.in_trio_run():
+        raise RuntimeError(
+            "open_cluster was called where no Trio runs: start the program with `trio.run(main)`; "
+            "beside asyncio, Trio runs as its guest: see examples/beside_asyncio.py"
+        )
     if type(clients) is not int or clients < 1:
         raise ValueError(f"clients must be a whole number from 1 on, not {clients!r}")
     refuse_while_importing("open_cluster was called")
@@ -392,8 +397,3 @@ async def open_cluster(config: Config | str | Path, *, clients: int = 1) -> Asyn
             yield cluster
         finally:
             cluster.close()
-
-
-def as_config(config: Config | str | Path) -> Config:
-    """A loaded config as it is, a path as what its file says."""
-    return config if isinstance(config, Config) else load_config(config)

@@ -20,6 +20,7 @@ from dpkit.errors import (
     Draining,
     Overloaded,
     RequestRejected,
+    plural,
 )
 from dpkit.logs import about
 from dpkit.names import Cause, FinishReason
@@ -240,7 +241,7 @@ def cause_of(output: EngineOutput, seen: EngineOutput) -> Cause:
 
 
 def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
-    """What a request hears that comes, or is still there, when the cluster is going away."""
+    """What a request hears that comes when the cluster is going away."""
     if kind is Draining:
         return Draining(
             f"request {request_id}: the cluster is draining and takes no new requests; "
@@ -250,6 +251,23 @@ def refusal(kind: type[DpkitError] | None, request_id: str) -> DpkitError:
         )
     return ClusterClosed(
         f"request {request_id}: the cluster is closed; make requests inside its `async with` block",
+        request_id=request_id,
+    )
+
+
+def cut_off(kind: type[DpkitError] | None, flight: Flight) -> DpkitError:
+    """What a request hears that is still there when its time to finish is over."""
+    request_id = flight.request.request_id
+    cut = f"request {request_id}: it was cut off after {plural(len(flight.delivered), 'token')}"
+    if kind is Draining:
+        return Draining(
+            f"{cut}, as the cluster drains and the time to finish was over; "
+            "ask another cluster, or this one again when it is back",
+            retry_after=_DRAIN_RETRY_S,
+            request_id=request_id,
+        )
+    return ClusterClosed(
+        f"{cut}, as the cluster was left; await what is under way inside its `async with` block",
         request_id=request_id,
     )
 
@@ -310,9 +328,9 @@ def lateness(
 
 def _too_late(flight: Flight) -> DeadlineExceeded:
     """What a request hears whose deadline has passed."""
-    request_id = flight.request.request_id
+    request_id, made = flight.request.request_id, plural(len(flight.delivered), "token")
     return DeadlineExceeded(
-        f"request {request_id}: its deadline passed after {len(flight.delivered)} tokens; "
+        f"request {request_id}: its deadline passed after {made}; "
         "give it more time, or ask for fewer tokens",
         request_id=request_id,
     )

@@ -19,7 +19,7 @@ from dpkit.errors import ClusterClosed, EngineLost, describe
 from dpkit.names import Binding, Cause, FinishReason
 from dpkit.nursery.alarms import Alarms
 from dpkit.nursery.events import EventKind
-from dpkit.nursery.flight import Flight, cause_of, has_budget, lateness, refusal, too_long
+from dpkit.nursery.flight import Flight, cause_of, cut_off, has_budget, lateness, refusal, too_long
 from dpkit.nursery.guided import GuidedLine
 from dpkit.nursery.inbox import duplicate
 from dpkit.nursery.meter import FirstTokens
@@ -255,7 +255,7 @@ class Flights:
         """End whatever is under way; readers get the error of `refuse`."""
         # Those that wait first: else the end of one on an engine would place them there.
         for flight in sorted(self._flights.values(), key=lambda f: f.placement is not None):
-            error = refusal(self._refusal, flight.request.request_id)
+            error = cut_off(self._refusal, flight)
             self._fail(flight, FinishReason.ABORT, cause, error)
 
     async def wait_idle(self) -> None:

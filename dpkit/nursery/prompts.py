@@ -36,10 +36,16 @@ _KINDS = "a prompt is text, token ids, or chat messages with role and content"
 
 
 class Encoder:
-    """One tokenizer behind checks; every method raises `RequestRejected` and nothing else."""
+    """One tokenizer behind checks; every method raises `RequestRejected` and nothing else.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        tokenizer: Of a model.
+        vocab_size: Above the model's token ids; it has no text for others.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int = MOST_TOKENS + 1) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
 
     def encode(self, prompt: Prompt, most: int | None = None) -> tuple[int, ...]:
         """Token ids of a prompt.
@@ -66,11 +72,19 @@ class Encoder:
 
     def text(self, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
         """The prompt as it was given, or what its tokens say."""
-        return prompt if isinstance(prompt, str) else self.decode(token_ids)
+        return prompt if isinstance(prompt, str) else self._text(token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """What tokens say that begin a text."""
         token_ids = _whole(token_ids)
+        if token_ids and (largest := max(token_ids)) >= self._vocab_size:
+            last, place = self._vocab_size - 1, token_ids.index(largest)
+            raise RequestRejected(
+                f"token ids must be 0 to {last}, not {largest} (at index {place})"
+            )
+        return self._text(token_ids)
+
+    def _text(self, token_ids: tuple[int, ...]) -> str:
         with _tokenizing():
             return Transcript(self._tokenizer.decoder()).feed(token_ids, last=True)
 
@@ -141,9 +155,9 @@ def _whole(items: Any, most: int | None = None) -> tuple[int, ...]:
         return convert((token_ids,), _TokenIds).token_ids
     except ValidationError:
         token_ids = tuple(map(_index, token_ids))
-    for token_id in token_ids:
+    for place, token_id in enumerate(token_ids):
         if not 0 <= token_id <= MOST_TOKENS:
-            wrong = shown(token_id)
+            wrong = f"{shown(token_id)} (at index {place})"
             raise RequestRejected(f"token ids must be 0 or more, in 31 bits, not {wrong}")
     return token_ids
 

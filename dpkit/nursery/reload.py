@@ -7,18 +7,23 @@ nothing has changed.
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import TYPE_CHECKING
 
 from attrs import asdict, define, evolve, field, frozen
 
-from dpkit.errors import ConfigError
+from dpkit.config.load import load_config
+from dpkit.config.schema import Config
+from dpkit.errors import ConfigError, plural
 from dpkit.names import EngineKind, Strategy
 from dpkit.nursery.roster import Group, count_alive, refuse_few
+from dpkit.sampling import shown
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
 
-    from dpkit.config.schema import Config, EngineGroupConfig
+    from dpkit.config.schema import EngineGroupConfig
     from dpkit.nursery.build import Builder
     from dpkit.nursery.roster import Roster
     from dpkit.nursery.slot import EngineSlot
@@ -38,6 +43,22 @@ _FIXED = (
     "log.events",  # its writer is there, or is not
     "log.steps",  # likewise, and engines know who listens
 )
+
+
+def as_config(config: Config | str | Path) -> Config:
+    """A loaded config as it is, a path as what its file says.
+
+    Raises:
+        ConfigError: the file says what is wrong. TypeError: it is neither.
+    """
+    if isinstance(config, Config):
+        return config
+    if not isinstance(config, str | PathLike):
+        raise TypeError(
+            "a config is the path of a TOML file, or what load_config and parse_config make of "
+            f"one, not {shown(config)}; parse_config takes TOML as text"
+        )
+    return load_config(config)
 
 
 @frozen(kw_only=True)
@@ -133,7 +154,7 @@ def _group_changes(old: Config, new: Config) -> Iterator[str]:
         elif is_other(before[name], group):
             yield f"engines.{name}: {_some(group.count, 'is', 'are all')} replaced"
         elif before[name].count != group.count:
-            yield f"engines.{name}: {before[name].count} → {group.count} engines"
+            yield f"engines.{name}: {before[name].count} → {plural(group.count, 'engine')}"
 
 
 def _some(count: int, one: str, more: str) -> str:

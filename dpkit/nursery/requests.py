@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import trio
 from attrs import evolve, frozen
 
+from dpkit.config.checks import did_you_mean
 from dpkit.errors import RequestRejected
 from dpkit.messages import GenerateRequest, SamplingParams
 from dpkit.nursery.prompts import Encoder
-from dpkit.sampling import shown
+from dpkit.sampling import MOST_TOKENS, shown
 from dpkit.text.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -79,10 +80,17 @@ class RequestMaker:
         tokenizer: Of the model that serves them.
         rng: Draws the seeds of requests that bring none.
         prefix: Begins the ids that are made up.
+        vocab_size: As `Encoder` has it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rng: random.Random, prefix: str) -> None:
-        self.encoder = Encoder(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rng: random.Random,
+        prefix: str,
+        vocab_size: int = MOST_TOKENS + 1,
+    ) -> None:
+        self.encoder = Encoder(tokenizer, vocab_size)
         self._rng = rng
         self._ids = (f"{prefix}-{n}" for n in itertools.count(1))
 
@@ -146,6 +154,9 @@ class RequestMaker:
             sampling = SamplingParams(**fields) if given is None else evolve(given, **fields)
         except ValueError as error:
             raise RequestRejected(f"bad sampling option: {error}") from error
+        except TypeError:
+            _refuse_unknown(fields)
+            raise
         if sampling.echo and sampling.prompt_logprobs is None:
             sampling = evolve(sampling, prompt_logprobs=sampling.logprobs)
         return sampling
@@ -169,6 +180,14 @@ _OPTIONS: Mapping[str, tuple[Any, str]] = {
     "tenant": (str | None, "None or text"),
     "resume": (bool, "True or False"),
 }
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    known = RequestOptions.__annotations__
+    for name in names:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise TypeError(f"there is no option {name!r} of a request{near}") from None
 
 
 def _deadline(timeout: float | None) -> float | None:

@@ -11,7 +11,14 @@ from dpkit.serve.errors import bad_request
 
 Body = TypeVar("Body")
 
-_PLACE = re.compile(r"`\$(.*?)`|required field `(.+?)`")
+_PLACE = re.compile(r"`\$(.*?)`")
+_MISSING = re.compile(r"required field `(.+?)`")
+
+# In msgspec's words, which are others in a field that is skipped. Of what ends before the other
+# half could, it says only that it was cut off.
+_HALF = re.compile("surrogate pair|end of hex escape")
+_HALF_AT_THE_END = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}.{1,5}\Z", re.DOTALL)
+_TAIL = 12
 
 
 def decode_body(
@@ -34,13 +41,15 @@ def decode_body(
         param = _param(str(error), at)
         raise bad_request(f"{param or 'the body'}: {message}", param) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if _HALF.search(str(error)) or _HALF_AT_THE_END.search(memoryview(body)[-_TAIL:]):
+            message = "the body is no Unicode text: it has half of a surrogate pair"
+            raise bad_request(message, code="invalid_json") from None
         raise bad_request(f"the body is no JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply", code="invalid_json") from None
 
 
 def _param(error: str, at: str) -> str | None:
-    place = _PLACE.search(error)
-    if place and place[2]:
-        return place[2]
-    return f"{at}{place[1] if place else ''}".removeprefix(".") or None
+    place, missing = _PLACE.search(error), _MISSING.search(error)
+    found = f"{at}{place[1] if place else ''}" + (f".{missing[1]}" if missing else "")
+    return found.removeprefix(".") or None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dpkit.errors import ClusterClosed, DpkitError, PolicyFailed, TryLater
+from dpkit.errors import ClusterClosed, DpkitError, PolicyFailed, TryLater, plural
 from dpkit.logs import about
 from dpkit.serve.heads import JSON, error_fields
 
@@ -126,10 +126,9 @@ def cut_off(tokens: int, *, code: str = SHUTDOWN, retry_after: float = _RETRY_S)
         code: As `ApiError` has it.
         retry_after: Seconds, likewise.
     """
-    made = f"{tokens} token{'s' * (tokens != 1)}"
     return ApiError(
         503,
-        f"the server is stopping: the answer was cut off after {made}; "
+        f"the server is stopping: the answer was cut off after {plural(tokens, 'token')}; "
         "ask again elsewhere or later",
         code=code,
         retry_after=retry_after,

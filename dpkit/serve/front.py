@@ -229,7 +229,7 @@ class Front:
         """Text of tokens; of many, from a thread.
 
         Raises:
-            RequestRejected: they cannot be decoded.
+            RequestRejected: one is no token of the model, or they cannot be decoded.
         """
         decode = self.cluster.client.decode
         if len(token_ids) <= _AT_ONCE:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dpkit.errors import RequestRejected
 from dpkit.serve.chunks import encode
 from dpkit.serve.decoding import decode_body
-from dpkit.serve.errors import bad_request
+from dpkit.serve.errors import api_error, bad_request
 from dpkit.serve.generation import read
 from dpkit.serve.heads import JSON
 from dpkit.serve.messages import Message, plain_messages, read_messages
@@ -87,7 +88,11 @@ async def detokenize(front: Front, request: Request, responder: Responder) -> No
     """Answer with the text of token ids."""
     asked = await read(partial(decode_body, _DETOKENIZE), request.body)
     front.check_model(asked.model)
-    responder.respond(200, (JSON,), encode({"prompt": await front.decode(asked.tokens)}))
+    try:
+        text = await front.decode(asked.tokens)
+    except RequestRejected as error:
+        raise api_error(error, request.id, "tokens") from None
+    responder.respond(200, (JSON,), encode({"prompt": text}))
 
 
 _TOKENIZE = BodyReader(TokenizeBody, (), messages=read_messages)

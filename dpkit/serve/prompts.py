@@ -80,6 +80,8 @@ def _check(tokens: bytes, most: int) -> None:
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:
     if isinstance(prompt, str):
         return (prompt,)
+    if prompt is None:
+        raise bad_request("prompt is missing; give text or token ids", "prompt")
     if not isinstance(prompt, list) or not prompt:
         raise bad_request(f"prompt must be text or token ids, not {shown(prompt)}", "prompt")
     if all(type(item) is int for item in prompt):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import msgspec
 from attrs import evolve, fields, frozen
 
+from dpkit.errors import plural
 from dpkit.sampling import MOST_TOKENS, SamplingParams
 from dpkit.serve.errors import bad_request
 from dpkit.serve.messages import Message, plain_messages, read_messages
@@ -18,7 +19,7 @@ from dpkit.serve.prompts import MOST_ANSWERS, read_prompts
 from dpkit.serve.unread import BodyReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from dpkit.nursery.prompts import Prompt
 
@@ -197,17 +198,25 @@ def read_chat(body: bytes, check_model: CheckModel = _any_model) -> Order:
         max_tokens=getattr(asked, field),
         max_tokens_field=field,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        called={"max_tokens": field, "logprobs": "top_logprobs"},
     )
 
 
 def _order(
-    asked: _Body, *, prompts: tuple[Prompt, ...], max_tokens: int | None, **more: Any
+    asked: _Body,
+    *,
+    prompts: tuple[Prompt, ...],
+    max_tokens: int | None,
+    called: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> Order:
+    """The order, but for `called`: what this route calls those that sampling calls otherwise."""
     _refuse_grammars(asked)
     n = 1 if asked.n is None else asked.n
     if n * len(prompts) > MOST_ANSWERS:
         raise bad_request(
-            f"{len(prompts)} prompts and n = {n} are more than {MOST_ANSWERS} answers", "n"
+            f"{plural(len(prompts), 'prompt')} and n = {n} are more than {MOST_ANSWERS} answers",
+            "n",
         )
     told: dict[str, int | None] = {name: more.pop(name) for name in _TOLD if name in more}
     options = asked.stream_options
@@ -215,7 +224,7 @@ def _order(
         raise bad_request("stream_options needs stream to be true", "stream_options")
     return Order(
         prompts=prompts,
-        sampling=_sampling(asked, max_tokens, n, told),
+        sampling=_sampling(asked, max_tokens, n, told, called or {}),
         max_tokens=max_tokens,
         n=n,
         stream=bool(asked.stream),
@@ -237,7 +246,11 @@ def _refuse_grammars(asked: _Body) -> None:
 
 
 def _sampling(
-    asked: _Body, max_tokens: int | None, n: int, told: dict[str, int | None]
+    asked: _Body,
+    max_tokens: int | None,
+    n: int,
+    told: Mapping[str, int | None],
+    called: Mapping[str, str],
 ) -> SamplingParams:
     given = {name: getattr(asked, name) for name in _SAMPLING}
     given = {name: value for name, value in given.items() if value is not None}
@@ -249,8 +262,9 @@ def _sampling(
         # 1.0 is OpenAI's temperature; who embeds dpkit has greedy.
         return SamplingParams(**{"temperature": 1.0, **given, **told}, max_tokens=max_tokens, n=n)
     except ValueError as error:
-        name = str(error).partition(" ")[0]
-        raise bad_request(str(error), name if name in _FIELDS else None) from None
+        name, _, problem = str(error).partition(" ")
+        field = called.get(name, name)
+        raise bad_request(f"{field} {problem}", field if name in _FIELDS else None) from None
 
 
 _GRAMMARS = (

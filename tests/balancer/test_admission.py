@@ -256,6 +256,11 @@ def test_the_speed_of_a_quiet_time_says_nothing_of_a_queue() -> None:
     assert queue.retry_after(1001.0) == 2.0
 
 
+def test_one_that_waits_is_counted_alone() -> None:
+    with pytest.raises(Overloaded, match="r: 1 request waits already"):
+        full(1).put(entry("r"), 100.0)
+
+
 def test_no_queue_at_all_refuses_everything() -> None:
     with pytest.raises(Overloaded, match="0 requests wait already"):
         AdmissionQueue(0).put(entry("r"), 0.0)

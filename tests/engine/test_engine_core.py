@@ -337,6 +337,8 @@ def test_what_can_never_fit_is_refused_at_once_saying_by_how_much(
     core.add(ask("empty", ()))
     core.add(ask("vocab", (0, 257)))
     core.add(ask("negative", (0, -1)))
+    core.add(ask("alone", (257,)))
+    core.add(ask("short", 1, max_tokens=20))
     assert not core.has_requests()
     errors = {}
     for output in core.take_outputs():
@@ -351,6 +353,8 @@ def test_what_can_never_fit_is_refused_at_once_saying_by_how_much(
         "empty": "the prompt is empty; give at least one token",
         "vocab": "token ids must be 0 to 256, not 0 to 257",
         "negative": "token ids must be 0 to 256, not -1 to 0",
+        "alone": "token ids must be 0 to 256, not 257",
+        "short": "1 prompt token and max_tokens = 20 are 1 more than the model's 20 positions",
     }
     assert core.take_outputs() == []
 

@@ -105,13 +105,14 @@ def test_a_preempted_resumed_request_keeps_the_output_of_both_lives(
     ("before", "problem"),
     [
         ((1, 2, 3), "it has 3 output tokens from before, and max_tokens = 3"),
+        ((1,), "it has 1 output token from before, and max_tokens = 1"),
         ((1, 9999), "token ids must be 0 to 256, not 1 to 9999"),
     ],
 )
 def test_an_earlier_life_that_cannot_have_been_is_refused(
     make_core: MakeCore, ask: Ask, before: tuple[int, ...], problem: str
 ) -> None:
-    request = evolve(ask("r", (1, 2), max_tokens=3), output_token_ids=before)
+    request = evolve(ask("r", (1, 2), max_tokens=len(before)), output_token_ids=before)
     (output,) = run(make_core(), request)
     assert output.finish_reason is FinishReason.ERROR
     assert isinstance(output.error, RequestRejected)

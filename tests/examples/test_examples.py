@@ -96,7 +96,7 @@ def test_a_crash_is_survived_by_every_request() -> None:
     assert first == "4 of 4 answers are whole"
     assert sorted(line.partition(": ")[2] for line in engines) == [
         "ready, 0 restarts",
-        "ready, 1 restarts",
+        "ready, 1 restart",
     ]
 
 

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trio
 import trio.testing
+from attrs import evolve
 
 from dpkit.config.load import parse_config
 from dpkit.engine.models.echo import EchoModel
 from dpkit.errors import ClusterClosed, ConfigError, EngineLost, RequestRejected, ScalingFailed
 from dpkit.names import EngineState
 from dpkit.nursery.cluster import open_cluster
+from dpkit.nursery.events import EventKind
 from dpkit.nursery.reload import make_plan
 from dpkit.testing.faults import CRASH, FaultyModel, kill_coordinator
 from dpkit.testing.idle import check_idle
@@ -333,3 +335,13 @@ async def test_a_file_can_be_applied_by_its_path(autojump_clock: object, tmp_pat
         assert str(cluster.plan(path)) == "engines.engine: 1 → 2 engines"
         await cluster.apply(str(path))
         assert len(cluster.statistics().engines) == 2
+
+
+async def test_a_change_to_one_engine_speaks_of_one(autojump_clock: object) -> None:
+    one = parse_config('[[engines]]\nmodel = "echo"\n')
+    async with open_cluster(evolve(one, engines=(evolve(one.engines[0], count=2),))) as cluster:
+        assert str(cluster.plan(one)) == "engines.engine: 2 → 1 engine"
+        await cluster.scale("engine", 1)
+        assert [each.detail for each in cluster.events if each.kind is EventKind.SCALED] == [
+            "engine: 1 engine"
+        ]

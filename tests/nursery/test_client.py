@@ -144,11 +144,18 @@ async def test_a_sampling_option_out_of_range_is_refused_at_once(
             cluster.client.generate("hello", **bad)
 
 
-async def test_an_unknown_option_is_a_type_error(autojump_clock: object, timed: Config) -> None:
-    options: dict[str, Any] = {"temprature": 1.0}
+@pytest.mark.parametrize("sampling", [None, SamplingParams(top_k=3)])
+@pytest.mark.parametrize(
+    ("name", "near"), [("temprature", "; did you mean 'temperature'?"), ("", "")]
+)
+async def test_an_unknown_option_is_a_type_error_that_names_it_and_the_nearest(
+    name: str, near: str, sampling: SamplingParams | None, autojump_clock: object, timed: Config
+) -> None:
+    options: dict[str, Any] = {name: 1.0}
     async with open_cluster(timed) as cluster:
-        with pytest.raises(TypeError, match="temprature"):
-            cluster.client.generate("hello", **options)
+        with pytest.raises(TypeError) as caught:
+            cluster.client.generate("hello", sampling, **options)
+        assert str(caught.value) == f"there is no option {name!r} of a request{near}"
 
 
 async def test_a_pin_goes_where_it_says_or_names_what_there_is(

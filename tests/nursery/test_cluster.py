@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -101,6 +102,22 @@ async def test_engines_are_numbered_within_their_group(
         for each in engines:
             completion = await cluster.client.complete("hi", engine=each.engine.name, max_tokens=2)
             assert completion.engine == each.engine
+
+
+def test_without_trio_the_way_to_it_is_told(make_config: Callable[..., Config]) -> None:
+    async def main() -> None:
+        async with open_cluster(make_config()):
+            pass
+
+    with pytest.raises(RuntimeError, match=r"no Trio runs: .*see examples/beside_asyncio\.py$"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("config", [{"engines": [{"model": "echo"}]}, None, 3, b"dpkit.toml"])
+async def test_what_is_no_config_is_told_apart_from_a_file_that_is_not_there(config: Any) -> None:
+    with pytest.raises(TypeError, match=r"the path of a TOML file, .*; parse_config takes TOML"):
+        async with open_cluster(config):
+            pass
 
 
 @pytest.mark.parametrize("clients", [0, -1, "2", True, 1.0])

@@ -13,6 +13,7 @@ import trio.testing
 
 from dpkit.config.load import parse_config
 from dpkit.errors import (
+    ClusterClosed,
     DeadlineExceeded,
     DpkitError,
     Draining,
@@ -56,6 +57,14 @@ async def test_a_deadline_in_decode_keeps_what_came_and_frees_the_engine(
         assert (stream.text, stream.finish_reason) == ("abc", FinishReason.ERROR)
         assert (caught.value.request_id, caught.value.http_status) == ("r", 504)
         assert _ends(cluster) == [("r", FinishReason.ERROR, Cause.DEADLINE)]
+        await settle()
+        check_idle(cluster)
+
+
+async def test_a_deadline_after_one_token_counts_it_alone(autojump_clock: object) -> None:
+    async with Lab([Timed()]).open() as cluster:
+        with pytest.raises(DeadlineExceeded, match="passed after 1 token; "):
+            await cluster.client.complete("abcdefgh", timeout=0.15)
         await settle()
         check_idle(cluster)
 
@@ -424,6 +433,35 @@ async def test_at_the_deadline_of_a_drain_the_rest_is_told_and_let_go(
     assert [entry.outcomes for entry in lab.history.entries] == [["Draining"]]
     assert {cause for _, _, cause in _ends(cluster)} == {Cause.DRAIN}
     lab.history.check(cluster)
+
+
+async def test_what_a_drain_cuts_off_hears_after_how_much(autojump_clock: object) -> None:
+    queued: list[EngineOutput] = []
+    async with Lab([Timed()], settings="admission = { max_inflight = 1 }").open() as cluster:
+        async with cluster.client.generate("abcdefgh", request_id="a") as stream:
+            cluster.client.submit("never", request_id="b", sink=queued.append)
+            await cluster.drain(trio.current_time() + 0.25)
+            with pytest.raises(Draining) as caught:
+                await stream.read_all()
+        assert str(caught.value) == (
+            "request a: it was cut off after 2 tokens, as the cluster drains and the time to "
+            "finish was over; ask another cluster, or this one again when it is back"
+        )
+        assert caught.value.retry_after > 0
+        assert stream.text == "ab"
+        assert str(queued[-1].error).startswith("request b: it was cut off after 0 tokens, ")
+
+
+async def test_what_is_under_way_when_the_cluster_is_left_hears_so(autojump_clock: object) -> None:
+    got: list[EngineOutput] = []
+    async with Lab([Timed()]).open() as cluster:
+        cluster.client.submit("abcdefgh", request_id="a", sink=got.append)
+        await trio.sleep(0.15)
+    assert isinstance(got[-1].error, ClusterClosed)
+    assert str(got[-1].error) == (
+        "request a: it was cut off after 1 token, as the cluster was left; "
+        "await what is under way inside its `async with` block"
+    )
 
 
 async def test_an_engine_lost_while_the_cluster_drains_still_hands_its_requests_on(

@@ -22,7 +22,7 @@ from dpkit.errors import DpkitError, RequestRejected
 from dpkit.nursery.prompts import Encoder
 from dpkit.nursery.requests import RequestMaker, RequestOptions
 from dpkit.testing.idle import check_idle
-from dpkit.text.bytes import ByteDecoder, ByteTokenizer
+from dpkit.text.bytes import VOCAB_SIZE, ByteDecoder, ByteTokenizer
 
 if TYPE_CHECKING:
     from dpkit.messages import FinishReason, GenerateRequest
@@ -123,7 +123,8 @@ KINDS = "a prompt is text, token ids, or chat messages with role and content"
         (5, f"{KINDS}, not 5"),
         (np.array(7), f"{KINDS}, not .*: iteration over a 0-d array"),
         ([1, "a"], f"{KINDS}; it has 'a' where a token id should be"),
-        ([-1], "token ids must be 0 or more, in 31 bits, not -1"),
+        ([-1], "token ids must be 0 or more, in 31 bits, not -1 \\(at index 0\\)"),
+        ([5, 2**31], f"token ids must be 0 or more, in 31 bits, not {2**31} \\(at index 1\\)"),
         ([{"role": 1, "content": "hi"}], "a chat message needs 'role' as text, not 1"),
         ([{"role": "user"}], "a chat message has no 'content': {'role': 'user'}"),
         ("\udcff", "the prompt is no Unicode text: half of a surrogate pair at character 0"),
@@ -133,6 +134,14 @@ KINDS = "a prompt is text, token ids, or chat messages with role and content"
 def test_what_is_wrong_with_a_prompt_is_said(prompt: Any, said: str) -> None:
     with pytest.raises(RequestRejected, match=f"^request test-1: {said}"):
         maker().make(prompt, None, {})
+
+
+def test_what_is_beyond_the_vocabulary_is_no_text() -> None:
+    encoder = Encoder(ByteTokenizer(), VOCAB_SIZE)
+    assert encoder.decode([104, VOCAB_SIZE - 1]) == "h"
+    said = r"token ids must be 0 to 256, not 257 \(at index 1\)$"
+    with pytest.raises(RequestRejected, match=said):
+        encoder.decode([104, VOCAB_SIZE])
 
 
 def test_a_sampling_of_another_type_is_said() -> None:

@@ -305,7 +305,7 @@ async def test_a_queue_that_is_full_refuses_at_once_and_one_that_is_slow_tells_t
     async with Lab([Timed()], settings=settings).open() as cluster:
         first = cluster.client.submit("long" * 10, sink=lambda _: None)
         cluster.client.submit("b", request_id="b", sink=got.append)
-        with pytest.raises(Overloaded, match="1 requests wait already"):
+        with pytest.raises(Overloaded, match="1 request waits already"):
             cluster.client.submit("c", sink=got.append)
         await trio.sleep(2.5)
         assert isinstance(_last(got).error, Overloaded)

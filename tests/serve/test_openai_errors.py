@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from dpkit.abc import LoadView, Pass
 
 ONE_AT_ONCE = SLOW + "[admission]\nmax_inflight = 1\nmax_queued = 1\nqueue_timeout = '3s'\n"
+HI = [{"role": "user", "content": "hi"}]
 LONG = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1000}
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({}, "prompt", "prompt must be text or token ids, not None"),
+        ({}, "prompt", "prompt is missing; give text or token ids"),
         ({"prompt": 3}, "prompt", "not 3"),
         ({"prompt": []}, "prompt", "not []"),
         ({"prompt": ["a", 1]}, "prompt", "it has 'a'"),
@@ -69,6 +70,8 @@ LONG = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1000}
         ({"prompt": "a", "stream_options": {}}, "stream_options", "needs stream"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "grammar"),
         ({"prompt": "a", "guided_choice": ["b"]}, "guided_choice", "grammar"),
+        ({"prompt": "a", "n": 129}, "n", "from 1 to 128"),
+        ({"prompt": "a", "n": 2000}, "n", "1 prompt and n = 2000 are more than 1024"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -89,7 +92,7 @@ async def test_what_is_wrong_with_a_completion_is_said_by_name(
     [
         ({}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"content": "x"}]}, "role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -98,6 +101,10 @@ async def test_what_is_wrong_with_a_completion_is_said_by_name(
         ({"messages": [{"role": "u", "content": "x"}], "top_logprobs": 3}, "top_logprobs"),
         ({"messages": [{"role": "u", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "u", "content": "x"}], "functions": [{}]}, "functions"),
+        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": HI, "max_tokens": 0}, "max_tokens"),
+        ({"messages": [*HI, {"role": "u", "content": [{}]}]}, "messages[1].content[0].type"),
     ],
 )
 async def test_what_is_wrong_with_a_chat_is_said_by_name(
@@ -106,6 +113,30 @@ async def test_what_is_wrong_with_a_chat_is_said_by_name(
     async with open_desk() as desk:
         status, error = await desk.refused(CHAT, **fields)
         assert (status, error["param"]) == (400, param)
+        assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, rb'{"prompt": "\ud800"}'),
+        (COMPLETIONS, rb'{"prompt": ["a", "\udcff and more"]}'),
+        (COMPLETIONS, rb'{"prompt": "a", "model": "\ud800"}'),
+        (COMPLETIONS, rb'{"prompt": "\ud800abc"}'),
+        (COMPLETIONS, rb'{"prompt": "\ud800abcd"}'),
+        (CHAT, rb'{"messages": [{"role": "user", "content": "\uDBFF"}]}'),
+        ("/tokenize", rb'{"prompt": "a\udc00"}'),
+    ],
+)
+async def test_half_of_a_surrogate_pair_is_told_from_what_is_no_json(
+    path: str, body: bytes
+) -> None:
+    async with open_desk() as desk:
+        error = error_of(await desk.post(path, body))
+        assert error["message"] == ("the body is no Unicode text: it has half of a surrogate pair")
+        assert error["code"] == "invalid_json"
+        cut = error_of(await desk.post(path, rb'{"prompt": "a\\ud800"'))
+        assert cut["message"].startswith("the body is no JSON: ")
 
 
 TOKENS = [7] * 70_000

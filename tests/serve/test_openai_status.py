@@ -71,6 +71,12 @@ async def test_texts_and_tokens_become_each_other() -> None:
         assert await desk.ask("/detokenize", tokens=[104, 195, 169]) == {"prompt": "hé"}
         assert (await desk.refused("/tokenize"))[1]["param"] == "prompt"
         assert (await desk.refused("/detokenize"))[1]["param"] == "tokens"
+        for tokens, says in (
+            ([104, 99999999], "token ids must be 0 to 256, not 99999999 (at index 1)"),
+            ([-1], "token ids must be 0 or more, in 31 bits, not -1 (at index 0)"),
+        ):
+            status, error = await desk.refused("/detokenize", tokens=tokens)
+            assert (status, error["message"], error["param"]) == (400, says, "tokens")
         assert (await desk.refused("/tokenize", model="other", prompt="a"))[0] == 404
 
 

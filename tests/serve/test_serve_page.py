@@ -7,11 +7,14 @@ import re
 import pytest
 
 from dpkit.serve.front import Front
+from dpkit.serve.messages import MOST_PIECES
 from dpkit.serve.requests import ChatBody, CompletionBody
 from dpkit.serve.routes import ADMIN, API, Router
 from tests.documented import output_of, page
 
 PAGE = page("serve.md")
+
+LIMITS = {"n": (128, 1024), "messages": (MOST_PIECES,), "stop": (64, 1024)}
 
 ROUTES = Router(Front(), API + ADMIN).routes
 
@@ -32,3 +35,9 @@ def test_it_names_every_route(route) -> None:
 def test_it_names_every_field(field: str) -> None:
     grammar = field in {"structured_outputs", "functions", "audio"} or field.startswith("guided_")
     assert grammar or f"`{field}`" in PAGE
+
+
+@pytest.mark.parametrize("field", LIMITS)
+def test_it_tells_every_bound_of_a_field(field: str) -> None:
+    [row] = re.findall(rf"^\| `{field}`.*", PAGE, re.MULTILINE)
+    assert [f"{bound:,}" in row for bound in LIMITS[field]] == [True] * len(LIMITS[field])
