@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict, define
 
 from dpkit.cli.answers import to_json
-from dpkit.cli.words import plural, show_seconds
+from dpkit.cli.words import show_seconds
+from dpkit.errors import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,8 +17,9 @@ import trio
 from attrs import frozen
 
 from dpkit.cli.logs import set_up
-from dpkit.cli.words import describe, plural
+from dpkit.cli.words import describe
 from dpkit.config.load import load_config
+from dpkit.errors import plural
 from dpkit.names import Cause, EngineKind
 from dpkit.nursery.services import open_services
 

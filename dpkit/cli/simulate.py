@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import click
 from attrs import evolve
 
-from dpkit.cli.words import plural
 from dpkit.config.checks import BadValue, did_you_mean
 from dpkit.config.load import load_layers
 from dpkit.config.units import parse_duration
-from dpkit.errors import ConfigError
+from dpkit.errors import ConfigError, plural
 from dpkit.simulate.workloads import WORKLOADS, make_workload
 from dpkit.traces import read_trace
 

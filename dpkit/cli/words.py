@@ -12,11 +12,6 @@ from dpkit.errors import DpkitError
 _HEADER = 80  # characters: a line of the smallest terminal in use
 
 
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: "1 token", "2 tokens"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def show_seconds(seconds: float) -> str:
     """A time, in milliseconds when it is short."""
     if seconds >= 1:
