@@ -278,15 +278,16 @@ async def test_what_leaving_engines_do_not_finish_in_time_is_lost(autojump_clock
 
 async def test_a_coordinator_that_is_back_knows_who_still_finishes(autojump_clock: object) -> None:
     with configs() as make:
-        async with (
-            open_cluster(make(2)) as cluster,
-            cluster.client.generate("x" * 40, engine="engine-1") as stream,
-            trio.open_nursery() as nursery,
-        ):
-            nursery.start_soon(cluster.scale, "engine", 1)
-            await trio.testing.wait_all_tasks_blocked()
-            kill_coordinator(cluster)
-            assert (await stream.read_all()).text == "x" * 40
+        async with open_cluster(make(2)) as cluster:
+            async with (
+                cluster.client.generate("x" * 200, max_tokens=200, engine="engine-1") as stream,
+                trio.open_nursery() as nursery,
+            ):
+                nursery.start_soon(cluster.scale, "engine", 1)
+                await trio.testing.wait_all_tasks_blocked()
+                kill_coordinator(cluster)
+                assert (await stream.read_all()).text == "x" * 200
+            await trio.sleep(1)  # it reads what there is ten times a second
             heard = cluster.statistics().coordinator
             assert (heard.unknown_engines, heard.ended_lives > 0) == (0, True)
         assert cluster.statistics().coordinator_restarts == 1
